@@ -1,0 +1,31 @@
+"""Communication policies: which collectives move weights and gradients, and how they are quantized."""
+
+from .build import build_comm
+from .policy import (
+    CommEvent,
+    CommPolicy,
+    GradientsReady,
+    Phase,
+    Placement,
+    WeightsChanged,
+    WeightsNeeded,
+    describe_action,
+    describe_event,
+    parse_event,
+)
+from .zero import ZeroComm
+
+__all__ = [
+    "CommEvent",
+    "CommPolicy",
+    "GradientsReady",
+    "Phase",
+    "Placement",
+    "WeightsChanged",
+    "WeightsNeeded",
+    "ZeroComm",
+    "build_comm",
+    "describe_action",
+    "describe_event",
+    "parse_event",
+]

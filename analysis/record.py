@@ -1,0 +1,282 @@
+"""The record that both targets write: result, ledger, decisions and timeline of one run.
+
+`analysis` reads folders of records and nothing else; the simulator and the runtime write them here.
+"""
+
+import csv
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+RESULT, LEDGER, DECISIONS, TIMELINE = "result.json", "ledger.csv", "decisions.jsonl", "timeline.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRow:
+    """One executed collective, as one rank saw it. Bytes are of this rank.
+
+    `payload_bytes` is the whole logical tensor before quantization, `wire_bytes` what the rank sends under
+    the algorithm taken (scales included), `inter_node_bytes` the part of it that leaves the node.
+    `count` ranks behaved alike (a folded simulation); `rank` is the first of them.
+    """
+
+    rank: int
+    stream: str
+    iteration: int
+    phase: str  # forward, backward, step, eval
+    layer: str  # the unit: root, block.0, ...; "" for collectives that belong to no unit
+    op: str  # all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, reduce
+    axis: str
+    group_size: int
+    payload_bytes: int
+    wire_bytes: int
+    inter_node_bytes: int
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One event and the action that a policy answered with, both as text that is equal for equal values."""
+
+    rank: int
+    iteration: int
+    event: str
+    action: str
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that took time on one stream of one rank."""
+
+    rank: int
+    stream: str
+    name: str
+    start_ns: int
+    end_ns: int
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
+class Record:
+    """A run's whole output. `result` holds the keys that the design names."""
+
+    result: dict[str, Any]
+    ledger: list[LedgerRow] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+
+def new_result(target: str, experiment: Mapping[str, Any], *, seed: int, git_commit: str) -> dict[str, Any]:
+    """A result with every agreed key present and empty; status is `failed` until the run says otherwise."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "target": target,
+        "experiment": dict(experiment),
+        "git_commit": git_commit,
+        "seed": seed,
+        "status": "failed",
+        "error": None,
+        "warnings": [],
+        "iteration_s": {
+            "mean": None,
+            "p50": None,
+            "min": None,
+            "max": None,
+            "n": 0,
+            "low": None,
+            "high": None,
+        },
+        "tokens_per_s": None,
+        "tflops_per_gpu": None,
+        "tflops_per_gpu_hardware": None,
+        "mfu": None,
+        "time_to_train_s": None,
+        "gpu_hours": None,
+        "cost": None,
+        "phases_s": {
+            "compute": None,
+            "comm_exposed": None,
+            "comm_total": None,
+            "quantize": None,
+            "idle": None,
+        },
+        "ranks": [],
+        "comm": {
+            "payload_bytes": 0,
+            "wire_bytes": 0,
+            "inter_node_bytes": 0,
+            "intra_node_bytes": 0,
+            "collectives": 0,
+        },
+        "memory_bytes": {
+            "parameters": 0,
+            "gradients": 0,
+            "optimizer": 0,
+            "secondary_shard": 0,
+            "activations": 0,
+            "buffers": 0,
+            "peak": 0,
+        },
+        "loss": [],
+        "energy_j": None,
+        "guessed_inputs": [],
+        "fitted_constants": [],
+    }
+
+
+def iteration_stats(times_s: Sequence[float], warmup: int) -> dict[str, Any]:
+    """`iteration_s` without the first `warmup` iterations; null figures if none are left."""
+    kept = sorted(times_s[warmup:])
+    empty = {"mean": None, "p50": None, "min": None, "max": None, "n": 0, "low": None, "high": None}
+    if not kept:
+        return empty
+    n = len(kept)
+    middle = kept[n // 2] if n % 2 else (kept[n // 2 - 1] + kept[n // 2]) / 2
+    mean = sum(kept) / n
+    return empty | {
+        "mean": mean,
+        "p50": middle,
+        "min": kept[0],
+        "max": kept[-1],
+        "n": n,
+        "low": mean,
+        "high": mean,
+    }
+
+
+def comm_means(rows: Iterable[LedgerRow], *, num_ranks: int, num_iterations: int) -> dict[str, float]:
+    """The `comm` part of a result: per rank and iteration, mean."""
+    payload = wire = inter = collectives = 0
+    for row in rows:
+        payload += row.payload_bytes * row.count
+        wire += row.wire_bytes * row.count
+        inter += row.inter_node_bytes * row.count
+        collectives += row.count
+    share = 1 / (num_ranks * max(num_iterations, 1))
+    return {
+        "payload_bytes": payload * share,
+        "wire_bytes": wire * share,
+        "inter_node_bytes": inter * share,
+        "intra_node_bytes": (wire - inter) * share,
+        "collectives": collectives * share,
+    }
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Write all files of a run into `folder`; each appears whole or not at all.
+
+    Raises:
+        OSError: If the folder cannot be written, with the file's name.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    ledger = [[f.name for f in fields(LedgerRow)], *(list(astuple(row)) for row in record.ledger)]
+    write_text(folder / LEDGER, _csv(ledger))
+    lines = [
+        json.dumps({"rank": d.rank, "iteration": d.iteration, "event": d.event, "action": d.action})
+        for d in record.decisions
+    ]
+    write_text(folder / DECISIONS, "".join(line + "\n" for line in lines))
+    write_text(folder / TIMELINE, json.dumps(trace_events(record.spans)))
+    write_text(folder / RESULT, json.dumps(record.result, indent=1, allow_nan=False) + "\n")
+
+
+def read_record(folder: Path) -> Record:
+    """Read a run's folder back.
+
+    Raises:
+        ValueError: If it is no record or a file is broken, naming the file.
+    """
+    if not (folder / RESULT).is_file():
+        raise ValueError(f"{folder} holds no {RESULT}: not the folder of a run")
+    try:
+        result = json.loads((folder / RESULT).read_text())
+        ledger = _read_ledger(folder / LEDGER)
+        decisions = _read_decisions(folder / DECISIONS)
+        spans = _read_spans(folder / TIMELINE)
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as err:
+        raise ValueError(f"{folder}: broken record: {err}") from err
+    return Record(result, ledger, decisions, spans)
+
+
+def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
+    """Chrome trace events, which Perfetto opens: pid is the rank, tid the stream, times in microseconds."""
+    streams = sorted({span.stream for span in spans})
+    tid = {stream: i for i, stream in enumerate(streams)}
+    events: list[dict[str, Any]] = []
+    for rank in sorted({span.rank for span in spans}):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for stream in streams:
+            events.append(
+                {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid[stream], "args": {"name": stream}}
+            )
+    for span in sorted(spans, key=lambda s: (s.start_ns, s.rank, s.stream, -s.end_ns)):
+        events.append(
+            {
+                "ph": "X",
+                "name": span.name,
+                "pid": span.rank,
+                "tid": tid[span.stream],
+                "ts": span.start_ns / 1000,
+                "dur": (span.end_ns - span.start_ns) / 1000,
+                "args": {"bytes": span.nbytes, "stream": span.stream},
+            }
+        )
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that it appears whole or not at all."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException as err:
+        Path(temporary).unlink(missing_ok=True)
+        if isinstance(err, OSError):
+            raise OSError(err.errno, f"cannot write {path}: {err.strerror}") from err
+        raise
+
+
+def _csv(rows: Iterable[Sequence[object]]) -> str:
+    return "".join(",".join(str(cell) for cell in row) + "\n" for row in rows)
+
+
+def _read_ledger(path: Path) -> list[LedgerRow]:
+    if not path.is_file():
+        return []
+    text = {"stream", "phase", "layer", "op", "axis"}
+    with path.open(newline="", encoding="utf-8") as file:
+        return [
+            LedgerRow(**{key: value if key in text else int(value) for key, value in row.items()})  # type: ignore[arg-type]
+            for row in csv.DictReader(file)
+        ]
+
+
+def _read_decisions(path: Path) -> list[Decision]:
+    if not path.is_file():
+        return []
+    return [Decision(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _read_spans(path: Path) -> list[Span]:
+    if not path.is_file():
+        return []
+    return [
+        Span(
+            e["pid"],
+            e["args"]["stream"],
+            e["name"],
+            round(e["ts"] * 1000),
+            round((e["ts"] + e["dur"]) * 1000),
+            e["args"]["bytes"],
+        )
+        for e in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        if e["ph"] == "X"
+    ]

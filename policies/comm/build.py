@@ -1,0 +1,81 @@
+"""From a config to a policy object, with what depends on the cluster resolved and odd choices said."""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import cast
+
+from ...conf.schema import CommConf, HpzLifetime
+from ..mesh import Mesh
+from .policy import CommPolicy
+from .zero import ZeroComm
+
+
+def build_comm(conf: CommConf, *, num_ranks: int, ranks_per_node: int) -> tuple[CommPolicy, tuple[str, ...]]:
+    """The policy that `conf` describes on this cluster, and warnings about keys without effect.
+
+    Raises:
+        ValueError: If sizes do not fit the world, naming both; or if `comm.policy` cannot be loaded.
+    """
+    if conf.policy:
+        return _load_policy(conf.policy, num_ranks=num_ranks, ranks_per_node=ranks_per_node), ()
+    warnings: list[str] = []
+    hpz_size = conf.zero_hpz_partition_size
+    if hpz_size is None:
+        hpz_size = ranks_per_node
+    Mesh(num_ranks, ranks_per_node, hpz_size)  # refuses sizes that do not divide
+    if hpz_size > 1:
+        if hpz_size == num_ranks:
+            warnings.append(
+                f"comm.zero_hpz_partition_size={hpz_size} has no effect: the group is the whole world of "
+                f"{num_ranks} ranks, so the copy is cut as the weights are"
+            )
+            hpz_size = 1
+        elif hpz_size > ranks_per_node:
+            warnings.append(
+                f"comm.zero_hpz_partition_size={hpz_size} spans nodes of {ranks_per_node} ranks: backward "
+                f"gathers leave the node; use {ranks_per_node}"
+            )
+    path = conf.gradient_path if conf.zero_quantized_gradients else None
+    if path is not None and num_ranks == ranks_per_node:
+        warnings.append(
+            "comm.zero_quantized_gradients has no effect on one node: gradients are reduce-scattered "
+            "unquantized, as DeepSpeed does"
+        )
+        path = None
+    return ZeroComm(
+        name=conf.name,
+        zero_stage=conf.zero_stage,
+        parameter_server=conf.parameter_server,
+        weight_bits=conf.weight_bits if conf.zero_quantized_weights else 0,
+        weight_block=conf.weight_block,
+        hpz_size=hpz_size,
+        copy_outlives_micro_batch=conf.hpz_lifetime is HpzLifetime.step,
+        gradient_path=path,
+        gradient_bits=tuple(conf.gradient_bits),
+        gradient_block=conf.gradient_block,
+        ranks_per_node=ranks_per_node,
+    ), tuple(warnings)
+
+
+def _load_policy(name: str, *, num_ranks: int, ranks_per_node: int) -> CommPolicy:
+    """`package.module:Class` or `path/to/file.py:Class`, called with num_ranks and ranks_per_node."""
+    where, _, attribute = name.rpartition(":")
+    if not where or not attribute:
+        raise ValueError(f"comm.policy={name!r}: must be 'package.module:Class' or 'file.py:Class'")
+    try:
+        if where.endswith(".py"):
+            module_name = f"twinbed_user_{Path(where).stem}"
+            spec = importlib.util.spec_from_file_location(module_name, where)
+            if spec is None or spec.loader is None:
+                raise ImportError(f"cannot read {where}")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[module_name] = module  # dataclasses look their module up by name
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(where)
+        made = getattr(module, attribute)
+    except (ImportError, AttributeError, OSError) as err:
+        raise ValueError(f"comm.policy={name!r} cannot be loaded: {err}") from err
+    return cast(CommPolicy, made(num_ranks=num_ranks, ranks_per_node=ranks_per_node))

@@ -1,0 +1,39 @@
+"""How tensors are cut over ranks: FSDP2's shards and the secondary shards of hpZ."""
+
+from collections.abc import Sequence
+
+Shape = tuple[int, ...]
+
+
+def shard_numel(shape: Shape, parts: int) -> int:
+    """Elements of one rank's shard as it goes on the wire: dimension 0 is cut in `parts`, padded up."""
+    rest = 1
+    for size in shape[1:]:
+        rest *= size
+    return -(-shape[0] // parts) * rest
+
+
+def shard_segments(shapes: Sequence[Shape], parts: int) -> tuple[int, ...]:
+    """Elements of each tensor's shard, in the order in which a unit's shards lie side by side."""
+    return tuple(shard_numel(shape, parts) for shape in shapes)
+
+
+def copy_slice(numel: int, parts: int, index: int) -> tuple[int, int]:
+    """[start, end) of secondary shard `index` when a gathered tensor of `numel` elements is cut in `parts`.
+
+    Raises:
+        ValueError: If `parts` does not divide `numel` (a gathered tensor is padded to the world size).
+    """
+    if numel % parts:
+        raise ValueError(f"hpZ partition {parts} must divide the padded size {numel}")
+    size = numel // parts
+    return index * size, (index + 1) * size
+
+
+def real_elements(numel: int, padded: int, parts: int) -> list[int]:
+    """How many elements of each of `parts` equal shards are not padding.
+
+    32 elements padded to 2048, 16 parts: [32, 0, 0, ...], in shards of 128.
+    """
+    size = padded // parts
+    return [min(max(numel - size * i, 0), size) for i in range(parts)]

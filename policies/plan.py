@@ -1,0 +1,198 @@
+"""The plan vocabulary: what a policy can ask an engine to do with one tensor.
+
+A plan is a small acyclic graph of frozen steps over named mesh axes (see `mesh`). A plain sequence is
+the common case: a step without `after` follows the one before it.
+
+The value that flows along a plan is a flat tensor seen as `slices` equal slices of the same layout:
+
+* a gather starts from one slice (this rank's shard) and ends with one slice a rank of the world;
+* a reduction starts from one slice for each destination rank and ends with this rank's own slice.
+
+`AllToAll` leaves one part from each peer side by side; `Reduce` adds the parts up.
+"""
+
+import itertools
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Final
+
+WHOLE: Final = 0  # as a block size: one scale for the whole tensor
+
+GATHER_STREAM: Final = "gather"
+REDUCE_STREAM: Final = "reduce"
+
+
+class ReduceOp(Enum):
+    sum = "sum"
+    mean = "mean"  # over the whole world, however many hops the sum takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One word. `after` holds the positions of the steps it waits for: None means the step before it."""
+
+    stream: str = ""  # "" takes the plan's stream
+    after: tuple[int, ...] | None = None
+    chunks: int = 1  # the tensor is cut into so many pieces that follow each other in a pipeline
+
+
+# ---- local work
+
+
+@dataclass(frozen=True, slots=True)
+class Quantize(Step):
+    """To `bits` per element with one fp32 scale for each `block` elements (symmetric, +-(2^(bits-1) - 1)).
+
+    `exact_own` names the axis of the all-to-all that follows: slices that this rank sends to itself stay
+    exact, for only their owner reads them. A gather must not use it: ranks would hold different weights.
+    """
+
+    bits: int
+    block: int
+    exact_own: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 4, 6, 8):
+            raise ValueError(f"bits must be one of [2, 4, 6, 8], got {self.bits}")
+        if self.block < 0 or self.block % 2:
+            raise ValueError(f"block must be an even number >= 0 (0: one scale a tensor), got {self.block}")
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantize(Step):
+    """Undo the last `Quantize`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce(Step):
+    """Add the parts that an all-to-all brought. `mean` divides once, by the world size."""
+
+    op: ReduceOp = ReduceOp.sum
+
+
+@dataclass(frozen=True, slots=True)
+class Reorder(Step):
+    """Permute slices so that those for one local index lie together (2 nodes x 4: 0 4 1 5 2 6 3 7)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCopy(Step):
+    """Keep this rank's part of the gathered tensor, cut over `axis`, as the secondary shard (hpZ)."""
+
+    axis: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCopy(Step):
+    """Start from the secondary shard instead of the primary one."""
+
+    axis: str
+
+
+# ---- collectives
+
+
+@dataclass(frozen=True, slots=True)
+class Collective(Step):
+    axis: str
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather(Collective):
+    """Every rank gets the slices of all, in rank order."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter(Collective):
+    """Slice i of the sum goes to the i-th rank, by a ring.
+
+    `hop_bits` > 0 re-quantizes the partial sum before each of the ring's sends (the rival that shows why
+    qgZ uses an all-to-all: error and latency grow with the ranks).
+    """
+
+    op: ReduceOp = ReduceOp.mean
+    hop_bits: int = 0
+    hop_block: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce(Collective):
+    op: ReduceOp = ReduceOp.mean
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAll(Collective):
+    """The i-th of `size(axis)` equal runs of slices goes to the i-th rank of the axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast(Collective):
+    root: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceTo(Collective):
+    root: int = 0
+    op: ReduceOp = ReduceOp.mean
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Steps in topological order.
+
+    Raises:
+        ValueError: If a step waits for itself or a later one, or if steps disagree on the chunks.
+    """
+
+    steps: tuple[Step, ...]
+    stream: str = GATHER_STREAM
+
+    def __post_init__(self) -> None:
+        for i, step in enumerate(self.steps):
+            for dep in step.after or ():
+                if not 0 <= dep < i:
+                    raise ValueError(
+                        f"step {i} ({type(step).__name__}) waits for step {dep}; "
+                        f"it can wait for {list(range(i))} only"
+                    )
+        if len({step.chunks for step in self.steps}) > 1:
+            raise ValueError(f"all steps of a plan must have the same chunks, got {self!r}")
+
+    @property
+    def chunks(self) -> int:
+        return self.steps[0].chunks if self.steps else 1
+
+    def dependencies(self, i: int) -> tuple[int, ...]:
+        """Positions that step `i` waits for."""
+        after = self.steps[i].after
+        if after is not None:
+            return after
+        return (i - 1,) if i else ()
+
+    def stream_of(self, i: int) -> str:
+        return self.steps[i].stream or self.stream
+
+    def describe(self) -> str:
+        """One line, the same for equal plans: what `decisions.jsonl` holds."""
+        return f"{self.stream}: " + ", ".join(_word(step) for step in self.steps)
+
+
+def _word(step: Step) -> str:
+    shown = []
+    for f in fields(step):
+        value = getattr(step, f.name)
+        if value != f.default:
+            shown.append(f"{f.name}={value.value if isinstance(value, Enum) else value}")
+    return f"{type(step).__name__}({', '.join(shown)})"
+
+
+def block_aligned_cuts(numel: int, chunks: int, block: int) -> tuple[tuple[int, int], ...]:
+    """Cut [0, numel) into `chunks` near-equal runs that start at multiples of `block` (0 counts as 1).
+
+    Both targets cut with this function, so a chunked plan has the same messages in both. Runs may be
+    empty when there are fewer blocks than chunks; empty runs are dropped.
+    """
+    step = max(block, 1)
+    blocks = -(-numel // step)
+    edges = [min(numel, (blocks * i // chunks) * step) for i in range(chunks)] + [numel]
+    return tuple((a, b) for a, b in itertools.pairwise(edges) if b > a)

@@ -1,0 +1,103 @@
+"""Bytes that one rank sends in a collective, by the algorithm that the library takes.
+
+Both targets account with these functions: the simulator from planned shapes, the runtime from the
+tensors that reach `torch.distributed`. The interfaces' own counters check them on the shaped cluster.
+
+Sources: gloo's ring all-gather and all-reduce, binomial broadcast, ring reduce with a gather to the root;
+NCCL's ring for bandwidth-bound sizes. Volumes are the ring's in both.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What one rank sends: all of it, and the part that leaves its node."""
+
+    wire_bytes: int
+    inter_node_bytes: int
+
+
+def to_peers(mesh: Mesh, rank: int, messages: Sequence[tuple[int, int]]) -> Sent:
+    """Explicit messages, as (destination rank, bytes)."""
+    here = mesh.node_of(rank)
+    return Sent(
+        sum(n for _, n in messages),
+        sum(n for peer, n in messages if mesh.node_of(peer) != here),
+    )
+
+
+def all_gather(mesh: Mesh, rank: int, group: Sequence[int], shard_bytes: int) -> Sent:
+    """Ring: g - 1 times a shard to the next rank."""
+    return to_peers(mesh, rank, [(_next(group, rank), (len(group) - 1) * shard_bytes)])
+
+
+def reduce_scatter(mesh: Mesh, rank: int, group: Sequence[int], slice_bytes: int) -> Sent:
+    """Ring on sends and receives: g - 1 times one slice (one rank's share) to the next rank."""
+    return to_peers(mesh, rank, [(_next(group, rank), (len(group) - 1) * slice_bytes)])
+
+
+def all_reduce(mesh: Mesh, rank: int, group: Sequence[int], numel: int, element_bytes: int) -> Sent:
+    """Ring: a reduce-scatter and an all-gather of chunks of ceil(numel / g) elements."""
+    chunk = -(-numel // len(group)) * element_bytes
+    return to_peers(mesh, rank, [(_previous(group, rank), 2 * (len(group) - 1) * chunk)])
+
+
+def all_to_all(mesh: Mesh, rank: int, group: Sequence[int], message_bytes: int) -> Sent:
+    """Pairwise: one message to each other rank of the group."""
+    return to_peers(mesh, rank, [(peer, message_bytes) for peer in group if peer != rank])
+
+
+def broadcast(mesh: Mesh, rank: int, group: Sequence[int], root: int, nbytes: int) -> Sent:
+    """Binomial tree, the whole buffer stored and forwarded at each node of the tree."""
+    return to_peers(mesh, rank, [(peer, nbytes) for peer in binomial_children(group, root, rank)])
+
+
+def reduce_to(mesh: Mesh, rank: int, group: Sequence[int], root: int, numel: int, element_bytes: int) -> Sent:
+    """Ring reduce-scatter, then every rank's chunk goes to the root."""
+    chunk = -(-numel // len(group)) * element_bytes
+    messages = [(_previous(group, rank), (len(group) - 1) * chunk)]
+    if rank != root:
+        messages.append((root, chunk))
+    return to_peers(mesh, rank, messages)
+
+
+def binomial_children(group: Sequence[int], root: int, rank: int) -> list[int]:
+    """Ranks to which `rank` forwards in a binomial broadcast, in order of sending."""
+    size = len(group)
+    offset = group.index(root)
+    me = (group.index(rank) - offset) % size
+    children = []
+    bit = 1
+    while bit < size:
+        if me < bit and me + bit < size:
+            children.append(group[(me + bit + offset) % size])
+        bit <<= 1
+    return children
+
+
+def encoded_bytes(segments: Sequence[int], bits: int, block: int) -> int:
+    """Codes and fp32 scales of one slice whose `segments` are quantized each on its own.
+
+    Blocks are full length on the wire: the last one of a segment is padded. `block` 0 means one scale for
+    each segment.
+    """
+    total = 0
+    for numel in segments:
+        if not numel:
+            continue
+        blocks = -(-numel // block) if block else 1
+        padded = blocks * block if block else numel + numel % 2
+        total += -(-padded * bits // 8) + 4 * blocks
+    return total
+
+
+def _next(group: Sequence[int], rank: int) -> int:
+    return group[(group.index(rank) + 1) % len(group)]
+
+
+def _previous(group: Sequence[int], rank: int) -> int:
+    return group[(group.index(rank) - 1) % len(group)]
