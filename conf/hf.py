@@ -1,7 +1,7 @@
-"""Reads a Hugging Face `config.json` into a `ModelSpec`, so that its parameters are counted without its weights.
+"""Reads a Hugging Face `config.json` into a `ModelSpec`: its parameters are counted without its weights.
 
-Keys and defaults follow transformers 5 (`models/*/configuration_*.py`). A size that shapes the model must be in the file even
-where transformers has a default: a count that rests on a silent default would be a guess.
+Keys and defaults follow transformers 5 (`models/*/configuration_*.py`). A size that shapes the model must
+be in the file even where transformers has a default: a count that rests on a silent default would be a guess.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _ARCHITECTURES: dict[str, dict[str, str]] = {
 def read_hf_config(path: str | Path) -> ModelSpec:
     """The model that a Hugging Face `config.json` describes.
 
-    Supported model_type: gpt2, llama, qwen2, opt, bert, mixtral (counted; see `ModelSpec.is_moe`), vit. The class is
-    the first of `architectures`; without it the language-model head (BERT: BertForPreTraining with pooler and
-    next-sentence head; ViT: the image classifier).
+    Supported model_type: gpt2, llama, qwen2, opt, bert, mixtral (counted; see `ModelSpec.is_moe`), vit. The
+    class is the first of `architectures`; without it the one with the language-model head (BERT:
+    BertForPreTraining, with pooler and next-sentence head; ViT: the image classifier).
 
     Raises:
-        ValueError: The file cannot be read, or a key is missing, of a wrong type or impossible; the message names the
-            file, the key, its value and what would be legal.
+        ValueError: The file cannot be read, or a key is missing, of a wrong type or impossible; the message
+            names the file, the key, its value and what would be legal.
     """
     path = Path(path)
     config = _Config(path, read_json_object(path, what="a Hugging Face config.json"))
@@ -51,7 +51,7 @@ class _Config:
     data: Mapping[str, object]
 
     def count(self, *keys: str) -> int:
-        """A required whole number of at least 1; later keys are other names that transformers takes for the first."""
+        """A required whole number of at least 1; later keys are other names of the first in transformers."""
         value = self.optional_count(*keys)
         if value is None:
             named = f"{keys[0]!r}" + (f" (or {', '.join(map(repr, keys[1:]))})" if keys[1:] else "")
@@ -105,16 +105,16 @@ def _model_type(config: _Config) -> str:
         found = ", ".join(repr(key) for key in (*nested, *seeing))
         way_out = f"the object under {nested[0]!r}" if nested else "its language model's object"
         raise config.error(
-            f"this is a nested (vision-language) config: found {found}; save {way_out} as a file of its own and"
-            " give that"
+            f"this is a nested (vision-language) config: found {found}; save {way_out} as a file of its own"
+            " and give that"
         )
     supported = ", ".join(_READERS)
     model_type = config.data.get("model_type")
     if config.flag("is_encoder_decoder", False) or config.flag("add_cross_attention", False):
         key = "is_encoder_decoder" if config.flag("is_encoder_decoder", False) else "add_cross_attention"
         raise config.error(
-            f"{key!r} is true: encoder-decoder models (model_type {model_type!r}) are not supported; supported"
-            f" are single stacks with model_type {supported}"
+            f"{key!r} is true: encoder-decoder models (model_type {model_type!r}) are not supported;"
+            f" supported are single stacks with model_type {supported}"
         )
     if model_type is None:
         raise config.error(f"the key 'model_type' is missing; it must be one of {supported}")
@@ -159,7 +159,8 @@ def _kv_heads(config: _Config, heads: int, *, required: bool) -> int:
     if required and key not in config.data:
         # transformers would take 32 (qwen2) or 8 (mixtral) whatever the number of heads
         raise config.error(
-            f"the key {key!r} is missing; it must be a divisor of num_attention_heads ({heads}), or null for {heads}"
+            f"the key {key!r} is missing; it must be a divisor of 'num_attention_heads' ({heads}),"
+            f" or null for {heads}"
         )
     kv_heads = config.optional_count(key) or heads
     if heads % kv_heads:
@@ -309,7 +310,7 @@ def _vit(config: _Config, name: str, head: str) -> ModelSpec:
 
 
 def _classes(config: _Config) -> int:
-    """Labels of the classifier: the names in id2label, else num_labels, else the two of transformers' default."""
+    """Labels of the classifier: the names in id2label, else num_labels, else transformers' default of two."""
     labels = config.data.get("id2label")
     if labels is None:
         return config.optional_count("num_labels") or 2

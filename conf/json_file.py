@@ -1,4 +1,4 @@
-"""Reads the JSON files that users bring (Hugging Face, DeepSpeed); every failure is one ValueError that names the file."""
+"""Reads the JSON files that users bring (Hugging Face, DeepSpeed); a failure names the file."""
 
 from __future__ import annotations
 

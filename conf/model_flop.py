@@ -1,7 +1,7 @@
 """The matmuls of a model's forward pass, and the floating-point operations that follow from them.
 
-A product of (m, k) with (k, n) costs 2 m n k. Norms, softmax, activations and look-ups are left out, as published TFLOP/s do;
-the attention products are counted over the whole square, also under a causal mask.
+A product of (m, k) with (k, n) costs 2 m n k. Norms, softmax, activations and look-ups are left out, as in
+published TFLOP/s; the attention products are counted over the whole square, also under a causal mask.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Matmul:
 def block_matmuls(spec: ModelSpec, *, sequence: int, micro: int = 1) -> tuple[Matmul, ...]:
     """Forward matmuls of one block, in order of execution, for `micro` sequences of `sequence` tokens.
 
-    For vit a sequence is one image and `sequence` its patches + 1. A mixture of experts counts what its tokens are
-    routed to, evenly.
+    For vit a sequence is one image and `sequence` its patches + 1. Of a mixture of experts only those are
+    counted that its tokens are routed to.
     """
     _check_sequence(spec, sequence)
     tokens = micro * sequence
@@ -65,7 +65,7 @@ def block_matmuls(spec: ModelSpec, *, sequence: int, micro: int = 1) -> tuple[Ma
 
 
 def root_matmuls(spec: ModelSpec, *, sequence: int, micro: int = 1) -> tuple[Matmul, ...]:
-    """Forward matmuls outside the blocks: patches or a projected embedding before them, the head after them."""
+    """Forward matmuls outside the blocks: patches or a projected embedding before, the head after them."""
     _check_sequence(spec, sequence)
     tokens, hidden = micro * sequence, spec.hidden
     products: list[Matmul] = []
@@ -106,9 +106,9 @@ def forward_flop_per_token(spec: ModelSpec, sequence: int) -> dict[str, float]:
 def recompute_flop(spec: ModelSpec, *, sequence: int, recompute: str, micro: int = 1) -> int:
     """Forward operations that the backward pass repeats.
 
-    none: nothing. full: every block. selective: the two attention products (Megatron, Korthikanti et al. 2022).
-    selective_op: every second linear of a block, attention kept (torchtitan's "op"). selective_layer: every second
-    block (torchtitan's "2"). What lies outside the blocks is never repeated.
+    none: nothing. full: every block. selective: the two attention products (Megatron, Korthikanti et al.
+    2022). selective_op: every second linear of a block, attention kept (torchtitan's "op"). selective_layer: every
+    second block (torchtitan's "2"). What lies outside the blocks is never repeated.
 
     Raises:
         ValueError: An unknown `recompute`, or a sequence that the model cannot take.

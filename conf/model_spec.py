@@ -1,7 +1,7 @@
 """What a transformer is: its sizes, and from them every parameter tensor, grouped as FSDP shards them.
 
-The simulator's memory and traffic, the runtime's own GPT and the importers all start from a `ModelSpec`; the matmuls are
-in `model_flop`, the tensors of each family in `model_tensors`.
+The simulator's memory and traffic, the runtime's own GPT and the importers all start from a `ModelSpec`; the
+matmuls are in `model_flop`, the tensors of each family in `model_tensors`.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class ModelSpec:
     """A transformer's sizes. Everything else about the model is computed from them.
 
     Raises:
-        ValueError: A size is not a positive integer, sizes do not divide as they must, or a field is set that the
-            family does not have.
+        ValueError: A size is not a positive integer, sizes do not divide as they must, or a field is set that
+            the family does not have.
     """
 
     name: str
@@ -165,14 +165,14 @@ class ModelSpec:
             raise ValueError(f"model.heads={self.heads} must divide model.hidden={self.hidden}")
         if self.head_size is not None and (self.family not in _FREE_HEAD_DIM or self.head_size == 0):
             raise ValueError(
-                f"model.head_size={self.head_size}: only {', '.join(_FREE_HEAD_DIM)} take a size of their own,"
-                f" at least 1; leave it null (hidden / heads) for family {self.family}"
+                f"model.head_size={self.head_size}: only {', '.join(_FREE_HEAD_DIM)} take a size of their"
+                f" own, at least 1; leave it null (hidden / heads) for family {self.family}"
             )
         if self.heads % self.kv_heads:
             raise ValueError(f"model.kv_heads={self.kv_heads} must divide model.heads={self.heads}")
         if self.kv_heads != self.heads and self.family not in _GROUPED_QUERY:
             raise ValueError(
-                f"model.kv_heads={self.kv_heads} must equal model.heads={self.heads} for family {self.family};"
+                f"model.kv_heads={self.kv_heads} must equal model.heads={self.heads} in family {self.family};"
                 f" grouped queries exist in {', '.join(_GROUPED_QUERY)}"
             )
 
@@ -204,14 +204,14 @@ class ModelSpec:
         for key, (family, absent) in only_of.items():
             if self.family != family and getattr(self, key) != absent:
                 raise ValueError(
-                    f"model.{key}={getattr(self, key)} has no effect in family {self.family}: only {family} has it"
+                    f"model.{key}={getattr(self, key)} has no effect in family {self.family}; it is for {family}"
                 )
         for key in ("embedding_size", "pooler_size"):
             if getattr(self, key) == 0:
                 raise ValueError(f"model.{key} must be at least 1 or null, got 0")
         if self.experts_per_token > self.experts:
             raise ValueError(
-                f"model.experts_per_token={self.experts_per_token} must be at most model.experts={self.experts}"
+                f"model.experts_per_token={self.experts_per_token} must be at most model.experts ({self.experts})"
             )
         if self.family == "vit":
             if self.vocab:
@@ -234,8 +234,8 @@ class ModelSpec:
 def parameters(spec: ModelSpec) -> tuple[Unit, ...]:
     """Every parameter, as FSDP units: "root" (all outside the blocks) and then one for each block.
 
-    A tied output matrix is the embedding and is not listed again. Within a unit the order and the names are those
-    under which torch registers them (Hugging Face families: as transformers 5 does).
+    A tied output matrix is the embedding and is not listed again. Within a unit the order and the names are
+    those under which torch registers them (Hugging Face families: as transformers 5 does).
     """
     from .model_tensors import block_module, block_tensors, root_tensors  # it imports the types above
 
@@ -261,7 +261,7 @@ def num_active_parameters(spec: ModelSpec) -> int:
 
 
 def describe(spec: ModelSpec) -> dict[str, object]:
-    """What a listing shows: parameters in all and active, elements of each unit, bytes of the bf16 weights."""
+    """What a listing shows: parameters in all and active, elements of each unit, bytes of bf16 weights."""
     total = num_parameters(spec)
     return {
         "name": spec.name,
@@ -273,7 +273,9 @@ def describe(spec: ModelSpec) -> dict[str, object]:
     }
 
 
-# Keys of the `model` config group that name a size; null means the family's usual value
+# Keys that `model.extra` may hold: what only some families have
+_EXTRA_KEYS = ("head", "token_types", "experts", "experts_per_token", "image", "patch", "channels", "classes")
+
 _KEYS = (
     "name",
     "family",
@@ -285,62 +287,56 @@ _KEYS = (
     "vocab",
     "sequence",
     "tied_embeddings",
-    "head",
-    "token_types",
-    "experts",
-    "experts_per_token",
-    "image",
-    "patch",
-    "channels",
-    "classes",
 )
 
 
 def spec_from_keys(keys: Mapping[str, object]) -> ModelSpec:
-    """The spec that the keys of a `conf/model/*.yaml` describe; a key that is null or absent takes its usual value.
+    """The spec that the keys of a `conf/model/*.yaml` describe; a null or absent key takes its usual value.
 
-    kv_heads: heads. ffn: 4 hidden. tied_embeddings and head: as the family has them. vit's sequence: patches + 1.
-    image and patch are one number, for squares.
+    kv_heads: heads. ffn: 4 hidden. tied_embeddings and head: as the family has them. sequence of vit: patches
+    + 1.    `extra` holds the keys of single families; its image and patch are one number, for squares.
 
     Raises:
         ValueError: An unknown or missing key, or sizes that `ModelSpec` refuses.
     """
-    unknown = sorted(set(keys) - set(_KEYS))
-    if unknown:
-        raise ValueError(f"model.{unknown[0]} is no key of a model; the keys are {', '.join(_KEYS)}")
-    given = {key: value for key, value in keys.items() if value is not None}
+    keys = {key: value for key, value in keys.items() if value is not None}
+    extra = keys.pop("extra", {})
+    if not isinstance(extra, Mapping):
+        raise ValueError(f"model.extra must hold keys and values, got {extra!r}")
+    for where, found, legal in (("model.", keys, _KEYS), ("model.extra.", extra, _EXTRA_KEYS)):
+        for key in sorted(set(map(str, found)) - set(legal)):
+            raise ValueError(f"{where}{key} is no key of a model; the keys are {', '.join(legal)}")
+    given = keys | {key: value for key, value in extra.items() if value is not None}
     family = given.get("family")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"model.family must be one of {', '.join(FAMILIES)}, got {family!r}")
-    for key in ("image", "patch"):
-        if key in given:
-            given[key] = (given[key], given[key])
     required = ["layers", "hidden", "heads"]
     required += ["image", "patch", "channels"] if family == "vit" else ["vocab", "sequence"]
+    required += ["ffn"] if family in _GATED else []  # a gated MLP is narrower than 4 hidden, by no fixed rule
     for key in required:
         if key not in given:
-            raise ValueError(f"model.{key} must be given for family {family}")
+            where = "model.extra" if key in _EXTRA_KEYS else "model"
+            raise ValueError(f"{where}.{key} must be given for family {family}")
+    hidden = given["hidden"]
     usual: dict[str, object] = {
         "name": family,
         "kv_heads": given["heads"],
+        "ffn": 4 * hidden if isinstance(hidden, int) else 0,
+        "vocab": 0,
         "tied_embeddings": TIED[family],
         "head": HEADS[family][0],
-        "vocab": 0,
+        "token_types": 2 if family == "bert" else 0,
         **dict(zip(("qkv_bias", "out_bias", "mlp_bias"), BIASES[family], strict=True)),
     }
-    hidden = given["hidden"]
-    if "ffn" not in given and isinstance(hidden, int):
-        usual["ffn"] = 4 * hidden
     if family == "vit":
         usual["sequence"] = 1 + _square_patches(given["image"], given["patch"])
-    if family == "bert":
-        usual["token_types"] = 2
-    return ModelSpec(**{"ffn": 0, **usual, **given})  # type: ignore[arg-type]  # ModelSpec checks each type itself
+        for key in ("image", "patch"):
+            given[key] = (given[key], given[key])
+    return ModelSpec(**{**usual, **given})  # type: ignore[arg-type]  # ModelSpec checks each type itself
 
 
-def _square_patches(image: object, patch: object) -> int:
+def _square_patches(side: object, step: object) -> int:
     """Patches of a square image, 0 where the sizes make no sense (which `ModelSpec` then says)."""
-    (side, _), (step, _) = image, patch  # type: ignore[misc]  # pairs, built above
     if isinstance(side, int) and isinstance(step, int) and 0 < step <= side:
         return (side // step) ** 2
     return 0

@@ -1,6 +1,6 @@
 """The parameter tensors of each family, in the order and under the names of its torch implementation.
 
-Hugging Face families follow transformers 5 (its modeling files), which `tests/conf/test_hf.py` compares on the meta device.
+Hugging Face families follow transformers 5 (its modeling files); `tests/conf/test_hf.py` compares the two.
 """
 
 from __future__ import annotations

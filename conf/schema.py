@@ -132,9 +132,7 @@ class HostConf:
     """Costs that a probe measures on a CPU cluster, where ranks share cores and codecs are not free."""
 
     cores: int = 0  # cores that the ranks of one host share; 0: each rank has its own device
-    all_nodes: bool = (
-        False  # one machine hosts all nodes (a local cluster), so that all ranks share its cores
-    )
+    all_nodes: bool = False  # one machine hosts all nodes: all ranks share its cores
     op_ns: dict[str, int] = field(default_factory=dict)  # fixed cost of one collective: "all_gather/world"
     codec_ns: dict[str, int] = field(default_factory=dict)  # fixed cost of one codec call: "encode8"
     codec_ns_per_element: dict[str, float] = field(default_factory=dict)  # "encode8", "decode4", ...

@@ -45,11 +45,14 @@ class Quantize(Step):
 
     `exact_own` names the axis of the all-to-all that follows: slices that this rank sends to itself stay
     exact, for only their owner reads them. A gather must not use it: ranks would hold different weights.
+    `per_parameter` starts a new block at each parameter's edge, so that a small parameter is not scaled by a
+    large neighbour (int4 needs it); without it a slice is one run of blocks.
     """
 
     bits: int
     block: int
     exact_own: str | None = None
+    per_parameter: bool = True
 
     def __post_init__(self) -> None:
         if self.bits not in (2, 4, 6, 8):

@@ -73,7 +73,8 @@ class ZeroComm:
             return Plan((LoadCopy(axis=HPZ), AllGather(axis=HPZ)), GATHER_STREAM)
         steps: tuple[Step, ...] = (AllGather(axis=WORLD),)
         if self.weight_bits:
-            steps = (Quantize(bits=self.weight_bits, block=self.weight_block), *steps, Dequantize())
+            quantize = Quantize(bits=self.weight_bits, block=self.weight_block, per_parameter=False)
+            steps = (quantize, *steps, Dequantize())
         if self.hpz_size > 1:
             steps = (*steps, StoreCopy(axis=HPZ))
         return Plan(steps, GATHER_STREAM)

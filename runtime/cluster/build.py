@@ -15,8 +15,8 @@ _FLAGS = ("-O2", "-std=gnu11", "-Wall", "-Wextra")
 def netswitch_binary() -> Path:
     """Path of the compiled switch.
 
-    Keyed by its source, the flags and the machine, so that a change or a home shared by several machines never runs
-    a stale one. Two processes may build at once: each renames its own file into place.
+    Keyed by its source, the flags and the machine, so that a change or a home shared by several machines
+    never runs a stale one. Two processes may build at once: each renames its own file into place.
 
     Raises:
         RuntimeError: no C compiler (`cc`, `gcc`, `clang` in PATH), or it failed.
@@ -36,7 +36,13 @@ def netswitch_binary() -> Path:
     _remove_abandoned(cache)
     with tempfile.TemporaryDirectory(prefix=f"build-{os.getpid()}-", dir=cache) as folder:
         fresh = Path(folder) / name
-        command = [compiler, *_FLAGS, "-o", str(fresh), *(str(path) for path in sources if path.suffix == ".c")]
+        command = [
+            compiler,
+            *_FLAGS,
+            "-o",
+            str(fresh),
+            *(str(path) for path in sources if path.suffix == ".c"),
+        ]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()}")

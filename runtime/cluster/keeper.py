@@ -1,8 +1,9 @@
 """The process that holds a local cluster's namespaces: python keeper.py OWNER_PID CONTROL_FD NODES
 
-Namespaces live as long as a process or a descriptor refers to them. Here only this process does, and nothing of it
-has a name or lies on a disk; it ends when its owner closes the control socket or dies, however that happens. So even
-SIGKILL leaves nothing behind. A script of its own, started with -I -S: it must be up in milliseconds and free of threads.
+Namespaces live as long as a process or a descriptor refers to them. Here only this process does, and nothing
+of it has a name or lies on a disk; it ends when its owner closes the control socket or dies, however that
+happens. So even SIGKILL leaves nothing behind. A script of its own, started with -I -S: it must be up in
+milliseconds and free of threads.
 
 The control socket carries one JSON object a message, a request and its reply in turn (see `_Keeper.serve`).
 """
@@ -21,9 +22,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 _CLONE_NEWUTS, _CLONE_NEWUSER, _CLONE_NEWNET = 0x04000000, 0x10000000, 0x40000000
-_PIDFD_OPEN = 434  # the same number on every architecture that CPython runs on; os.pidfd_open is missing in some builds
+_PIDFD_OPEN = (
+    434  # the same number on every architecture that CPython runs on; os.pidfd_open is missing in some builds
+)
 _QUEUE_BYTES = 64 << 20  # a link of the switch: gloo's windows never fill it, so that nothing is dropped
-_TCP_MAX_MESSAGE_BYTES = 1 << 17
+_MAX_MESSAGE_BYTES = 1 << 17
 _SYSCTLS = (
     # A child namespace may choose only what the host allows; reno is always allowed. Bulk flows of bbr pace
     # themselves below the link's rate.
@@ -85,7 +88,7 @@ class _Keeper:
             ready = {fd for fd, _ in poll.poll()}
             if self._owner_fd in ready:
                 return
-            message = self._control.recv(_TCP_MAX_MESSAGE_BYTES)
+            message = self._control.recv(_MAX_MESSAGE_BYTES)
             if not message:
                 return
             request = json.loads(message)
@@ -152,7 +155,9 @@ class _Keeper:
                     tun_fds.append(os.open("/dev/net/tun", os.O_RDWR))
             ports = [
                 f"{fd},{rate},{latency}"
-                for fd, rate, latency in zip(tun_fds, request["rates_Bps"], request["latencies_ns"], strict=True)
+                for fd, rate, latency in zip(
+                    tun_fds, request["rates_Bps"], request["latencies_ns"], strict=True
+                )
             ]
             self._switch = subprocess.Popen(
                 [request["binary"], str(_QUEUE_BYTES), *ports],
@@ -185,11 +190,14 @@ class _Keeper:
         _ip("link add br0 type bridge", "link set br0 up")
         for node, rate in enumerate(request["rates_Bps"]):
             bits = int(rate * 8)
-            burst = int(max(8192, min(65536, rate * 0.0005)))  # 0.5 ms: less starves the timer, more is not shaped
+            burst = int(
+                max(8192, min(65536, rate * 0.0005))
+            )  # 0.5 ms: less starves the timer, more is not shaped
             limit = int(max(131072, rate * 0.01))  # 10 ms
             shape = f"rate {bits}bit burst {burst} limit {limit}"
+            namespace = f"/proc/{os.getpid()}/fd/{self._net_fds[node]}"
             _ip(
-                f"link add port{node} type veth peer name eth0 netns /proc/{os.getpid()}/fd/{self._net_fds[node]}",
+                f"link add port{node} type veth peer name eth0 netns {namespace}",
                 f"link set port{node} master br0 up",
             )
             self._configure_node(node)
@@ -201,6 +209,7 @@ class _Keeper:
 
     def _configure_node(self, node: int, *more: str) -> None:
         """Address and static neighbours: nothing but what the ranks send is on the wire."""
+        peers = [peer for peer in range(self._num_nodes) if peer != node]
         with self._inside(self._net_fds[node]):
             _ip(
                 f"link set eth0 address {_hardware_address(node)}",
@@ -208,9 +217,8 @@ class _Keeper:
                 "link set eth0 up",
                 f"addr add {node_address(node)}/24 dev eth0",
                 *(
-                    f"neigh replace {node_address(peer)} lladdr {_hardware_address(peer)} dev eth0 nud permanent"
-                    for peer in range(self._num_nodes)
-                    if peer != node
+                    f"neigh add {node_address(peer)} lladdr {_hardware_address(peer)} dev eth0 nud permanent"
+                    for peer in peers
                 ),
             )
 
@@ -218,7 +226,9 @@ class _Keeper:
         counted = []
         for net_fd in self._net_fds:
             with self._inside(net_fd), open("/proc/thread-self/net/dev", encoding="ascii") as devices:
-                fields = next(line for line in devices if line.strip().startswith("eth0:")).split(":")[1].split()
+                fields = (
+                    next(line for line in devices if line.strip().startswith("eth0:")).split(":")[1].split()
+                )
             counted.append((int(fields[8]), int(fields[0])))
         return {"counters": counted}
 
@@ -265,7 +275,9 @@ class _Keeper:
         """Kill whatever still runs inside the nodes: it could only wait for a network that is gone."""
         inodes = {os.fstat(fd).st_ino for fd in self._net_fds}
         for _ in range(100):  # a guest may fork while we look
-            guests = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _net_inode(pid) in inodes]
+            guests = [
+                pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _net_inode(pid) in inodes
+            ]
             if not guests:
                 return
             for pid in guests:

@@ -1,0 +1,295 @@
+"""Block quantization of tensors, and the messages that collectives send: one function each for all backends.
+
+Symmetric: a block's scale is absmax / qmax (fp32; qmax = 127, 31, 7, 1 for 8, 6, 4, 2 bits), its codes are
+x / scale rounded to the nearest, ties to even. So the error is at most half a step, zero stays zero, and a block
+of zeros gives zeros. A block that holds NaN or Inf reads back as NaN throughout, so that it is noticed.
+(DeepSpeed divides by absmax / 8 at 4 bits and clips +absmax to 7: there the largest value errs by a step.)
+
+8 and 4 bits on a CPU run natively (codec.cpp), the rest in plain torch (reference.py), with equal results.
+`reference=True` asks for the latter, to check or to compare.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from . import reference as plain
+from .layout import Layout, check_format, code_bytes, layout_of, num_blocks
+from .native import load
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers as in codec.cpp
+NATIVE_BITS = (8, 4)
+
+
+def quantize_blocks(x: Tensor, *, bits: int, block: int, reference: bool = False) -> tuple[Tensor, Tensor]:
+    """Codes and scales of `x`, flattened and cut into blocks.
+
+    Args:
+        x: fp32, bf16 or fp16, of any shape.
+        bits: 8, 6, 4 or 2.
+        block: Elements that share a scale, a multiple of 4; 0: one scale for all. The last block may be short;
+            its missing codes are zero and present.
+        reference: Use plain torch.
+
+    Returns:
+        codes: 8 bits: int8 [whole blocks]; else packed uint8 [code_bytes(numel, bits, block)], see layout.py.
+        scales: fp32 [blocks].
+    """
+    check_format(bits=bits, block=block)
+    flat = _flat(x)
+    library = None if reference else native_for(flat, bits)
+    if library is None:
+        packed, scales_1B = plain.quantize(flat[None], bits=bits, block=block)
+        codes, scales = packed[0], scales_1B[0]
+    else:
+        numel = flat.numel()
+        codes = torch.empty(code_bytes(numel, bits=bits, block=block), dtype=torch.uint8)
+        scales = torch.empty(num_blocks(numel, block=block))
+        check(
+            library.twinbed_quantize(
+                flat.data_ptr(), DTYPES[flat.dtype], numel, bits, block, codes.data_ptr(), scales.data_ptr()
+            )
+        )
+    return codes.view(torch.int8) if bits == 8 else codes, scales
+
+
+def dequantize_blocks(
+    codes: Tensor,
+    scales: Tensor,
+    *,
+    bits: int,
+    block: int,
+    numel: int,
+    dtype: torch.dtype,
+    reference: bool = False,
+) -> Tensor:
+    """Values [numel] in `dtype` from what `quantize_blocks` returned for `numel` elements."""
+    expected = code_bytes(numel, bits=bits, block=block), num_blocks(numel, block=block)
+    if (codes.numel(), scales.numel()) != expected:
+        raise ValueError(
+            f"{codes.numel()} bytes of codes and {scales.numel()} scales do not fit numel={numel}, bits={bits}, "
+            f"block={block}: that takes {expected[0]} and {expected[1]}"
+        )
+    _check_dtype(dtype)
+    packed, scales = codes.contiguous().view(torch.uint8), scales.float().contiguous()
+    library = None if reference else native_for(packed, bits)
+    if library is None:
+        values = plain.dequantize(packed.view(1, -1), scales.view(1, -1), bits=bits, block=block, numel=numel)
+        return values[0].to(dtype)
+    out = torch.empty(numel, dtype=dtype)
+    check(
+        library.twinbed_dequantize(
+            packed.data_ptr(), scales.data_ptr(), numel, bits, block, out.data_ptr(), DTYPES[dtype]
+        )
+    )
+    return out
+
+
+def encode(x: Tensor, *, bits: int, block: int, out: Tensor | None = None, reference: bool = False) -> Tensor:
+    """The message of `x` as one segment: codes, then scales, uint8 [wire_bytes(numel, bits, block)]."""
+    flat = _flat(x)
+    return encode_segments(
+        flat, segments=(flat.numel(),), bits=bits, block=block, out=out, reference=reference
+    )
+
+
+def decode(
+    buf: Tensor,
+    *,
+    bits: int,
+    block: int,
+    numel: int,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    accumulate: bool = False,
+    reference: bool = False,
+) -> Tensor:
+    """Values [numel] of a message of one segment; the rest as in `decode_segments`."""
+    return decode_segments(
+        buf.view(-1),
+        segments=(numel,),
+        bits=bits,
+        block=block,
+        out=out,
+        dtype=dtype,
+        accumulate=accumulate,
+        reference=reference,
+    )
+
+
+def encode_segments(
+    x: Tensor,
+    *,
+    segments: Sequence[int],
+    bits: int,
+    block: int,
+    order: Sequence[int] | None = None,
+    out: Tensor | None = None,
+    reference: bool = False,
+) -> Tensor:
+    """Messages whose segments share no block: to change one changes no other's bytes.
+
+    Args:
+        x: [n] or [rows, n], fp32, bf16 or fp16; n is the sum of `segments`.
+        segments: Lengths of the consecutive ranges, say of the parameters in a flat buffer; zeros are allowed.
+        bits, block: As in `quantize_blocks`; block = 0 gives each segment one scale.
+        order: Rows of `x` to encode, in this order, with no copy made: `slice_order(...)` for the hierarchical
+            all-to-all; leave a row out to keep it exact. For 2-D `x` only.
+        out: Where to write, uint8, last dimension contiguous.
+
+    Returns:
+        uint8 [wire] or [rows, wire]; wire is the sum of `wire_bytes(length)` over the segments.
+    """
+    layout = layout_of(segments, bits=bits, block=block)
+    rows = _rows(x, layout.numel, "x")
+    _check_dtype(x.dtype)
+    if order is not None and x.dim() != 2:
+        raise ValueError(f"order picks rows, but x has shape {tuple(x.shape)}; give it as [rows, n]")
+    indices = None if order is None else _row_indices(tuple(order), len(rows))
+    num_out = len(rows) if indices is None else len(indices)
+    if out is None:
+        out = torch.empty(num_out, layout.wire_bytes, dtype=torch.uint8, device=x.device)
+        result = out if x.dim() == 2 else out[0]
+    else:
+        result, out = out, _out_rows(out, num_out, layout.wire_bytes, (torch.uint8,))
+    library = None if reference else native_for(rows, bits)
+    if library is None:
+        plain.encode(rows if order is None else rows[list(order)], layout, out)
+    else:
+        check(
+            library.twinbed_encode(
+                rows.data_ptr(),
+                rows.stride(0) * rows.element_size(),
+                DTYPES[rows.dtype],
+                num_out,
+                indices,
+                *native_layout(layout),
+                out.data_ptr(),
+                out.stride(0),
+            )
+        )
+    return result
+
+
+def decode_segments(
+    buf: Tensor,
+    *,
+    segments: Sequence[int],
+    bits: int,
+    block: int,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    accumulate: bool = False,
+    reference: bool = False,
+) -> Tensor:
+    """Values of the messages of `encode_segments`.
+
+    Args:
+        buf: uint8 [wire] or [rows, wire].
+        segments, bits, block: As they were encoded.
+        out: Where to write, [n] or [rows, n], last dimension contiguous; its dtype decides.
+        dtype: fp32, bf16 or fp16, where `out` is not given.
+        accumulate: Add to `out`, which must be given and be fp32, instead of writing over it.
+
+    Returns:
+        `out`, or a new tensor [n] or [rows, n].
+    """
+    layout = layout_of(segments, bits=bits, block=block)
+    messages = messages_of(buf, layout)
+    if accumulate and (out is None or out.dtype != torch.float32):
+        raise ValueError(f"accumulate adds into an fp32 out, got {'none' if out is None else out.dtype}")
+    if out is None:
+        _check_dtype(dtype)
+        out = torch.empty(len(messages), layout.numel, dtype=dtype, device=buf.device)
+        result = out if buf.dim() == 2 else out[0]
+    else:
+        result, out = out, _out_rows(out, len(messages), layout.numel, tuple(DTYPES))
+    library = None if reference else native_for(messages, bits)
+    if library is None:
+        values = plain.decode(messages, layout)
+        out.copy_(out + values if accumulate else values)
+    else:
+        check(
+            library.twinbed_decode(
+                messages.data_ptr(),
+                messages.stride(0),
+                len(messages),
+                *native_layout(layout),
+                out.data_ptr(),
+                out.stride(0) * out.element_size(),
+                DTYPES[out.dtype],
+                accumulate,
+            )
+        )
+    return result
+
+
+# ---- shared with reduce.py ----
+
+
+def native_for(x: Tensor, bits: int) -> ctypes.CDLL | None:
+    """The library, if it serves codes of `bits` where `x` lies."""
+    return load() if bits in NATIVE_BITS and x.device.type == "cpu" else None
+
+
+def native_layout(layout: Layout) -> tuple[ctypes.Array[ctypes.c_int64], int, int, int]:
+    """The four arguments by which the library knows a layout."""
+    return layout.lengths, len(layout.segments), layout.bits, layout.block
+
+
+def check(status: int) -> None:
+    """Raise for what the library returns; sizes and types were checked before, so memory is what is left."""
+    if status == 1:
+        raise MemoryError("no memory for the sum of the longest segment")
+    assert status == 0, f"native codec refused a format that it was said to serve (status {status})"
+
+
+def messages_of(buf: Tensor, layout: Layout) -> Tensor:
+    """`buf` as [rows, wire], checked."""
+    if buf.dtype != torch.uint8:
+        raise ValueError(f"messages are uint8, got {buf.dtype}")
+    return _rows(buf, layout.wire_bytes, "buf")
+
+
+def _rows(x: Tensor, width: int, name: str) -> Tensor:
+    """`x` as [rows, width], its last dimension contiguous, outside of autograd."""
+    if x.dim() not in (1, 2) or x.shape[-1] != width:
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}, but these segments take [{width}] or [rows, {width}]"
+        )
+    x = x.detach() if x.requires_grad else x
+    x = x if x.dim() == 2 else x[None]
+    return x if x.stride(1) == 1 or width <= 1 else x.contiguous()
+
+
+def _out_rows(out: Tensor, rows: int, width: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    view = out if out.dim() == 2 else out[None]
+    if view.shape != (rows, width) or out.dtype not in dtypes or (width > 1 and view.stride(-1) != 1):
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)} with strides {out.stride()}; it must be [{rows}, {width}]"
+            f"{f' or [{width}]' if rows == 1 else ''}, one of {[str(d) for d in dtypes]}, last stride 1"
+        )
+    return view.detach() if view.requires_grad else view
+
+
+@lru_cache(maxsize=256)
+def _row_indices(order: tuple[int, ...], rows: int) -> ctypes.Array[ctypes.c_int64]:
+    for index in order:
+        if not 0 <= index < rows:
+            raise ValueError(f"order names row {index}, but x has {rows} rows")
+    return (ctypes.c_int64 * len(order))(*order)
+
+
+def _flat(x: Tensor) -> Tensor:
+    _check_dtype(x.dtype)
+    return (x.detach() if x.requires_grad else x).reshape(-1).contiguous()
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype} is not supported; use one of {[str(known) for known in DTYPES]}")

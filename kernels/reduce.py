@@ -1,0 +1,130 @@
+"""Sums of quantized slices in one pass: what a rank does between the hops of a quantized reduce-scatter.
+
+Block by block over all messages, so the sum never leaves the nearest cache; sums are fp32, in the messages' order,
+whatever the codes' width. Codes are always decoded before they are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import reference as plain
+from .codec import DTYPES, NATIVE_BITS, check, messages_of, native_for, native_layout
+from .layout import layout_of
+
+
+def dequantize_reduce(
+    bufs: Tensor,
+    own: Tensor | None = None,
+    *,
+    segments: Sequence[int],
+    bits: int,
+    block: int,
+    out: Tensor | None = None,
+    reference: bool = False,
+) -> Tensor:
+    """Sum of `own` and of the decoded messages.
+
+    Args:
+        bufs: uint8 [k, wire]: one message of these segments from each of k peers; k = 0 is allowed. A peer that sent
+            N slices sent one message of `segments * N`.
+        own: This rank's part [n], exact, in fp32, bf16 or fp16; None: nothing of its own.
+        segments, bits, block: As they were encoded.
+        out: fp32 [n], contiguous; may be `own`.
+
+    Returns:
+        fp32 [n]; blocks with NaN or Inf in any part are NaN or Inf.
+    """
+    layout = layout_of(segments, bits=bits, block=block)
+    messages = messages_of(bufs, layout)
+    own = _own_part(own, layout.numel)
+    if out is None:
+        out = torch.empty(layout.numel, device=bufs.device)
+    elif out.shape != (layout.numel,) or out.dtype != torch.float32 or not out.is_contiguous():
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)}; it must be contiguous fp32 [{layout.numel}]"
+        )
+    library = None if reference else native_for(messages, bits)
+    if library is None:
+        out.copy_(plain.reduce(messages, own, layout))
+    else:
+        check(
+            library.twinbed_reduce(
+                messages.data_ptr(),
+                messages.stride(0),
+                len(messages),
+                None if own is None else own.data_ptr(),
+                0 if own is None else DTYPES[own.dtype],
+                *native_layout(layout),
+                out.data_ptr(),
+            )
+        )
+    return out
+
+
+def dequantize_reduce_quantize(
+    bufs: Tensor,
+    own: Tensor | None = None,
+    *,
+    segments: Sequence[int],
+    bits: int,
+    block: int,
+    out_bits: int | None = None,
+    out_block: int | None = None,
+    out: Tensor | None = None,
+    reference: bool = False,
+) -> Tensor:
+    """`dequantize_reduce`, then `encode_segments` of the sum, without ever storing the sum.
+
+    Args:
+        bufs, own, segments, bits, block: As in `dequantize_reduce`.
+        out_bits, out_block: Format of the result; None: as it came in. One pass is cheapest where one block size
+            divides the other.
+        out: uint8 [wire of the result], contiguous.
+
+    Returns:
+        uint8 [wire]: the message of the sum, ready for the next hop.
+    """
+    layout = layout_of(segments, bits=bits, block=block)
+    target = layout_of(
+        segments, bits=bits if out_bits is None else out_bits, block=block if out_block is None else out_block
+    )
+    messages = messages_of(bufs, layout)
+    own = _own_part(own, layout.numel)
+    if out is None:
+        out = torch.empty(target.wire_bytes, dtype=torch.uint8, device=bufs.device)
+    elif out.shape != (target.wire_bytes,) or out.dtype != torch.uint8 or not out.is_contiguous():
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)}; it must be contiguous uint8 [{target.wire_bytes}]"
+        )
+    library = None if reference or target.bits not in NATIVE_BITS else native_for(messages, bits)
+    if library is None:
+        plain.encode(plain.reduce(messages, own, layout)[None], target, out[None])
+    else:
+        check(
+            library.twinbed_reduce_encode(
+                messages.data_ptr(),
+                messages.stride(0),
+                len(messages),
+                None if own is None else own.data_ptr(),
+                0 if own is None else DTYPES[own.dtype],
+                *native_layout(layout),
+                target.bits,
+                target.block,
+                out.data_ptr(),
+            )
+        )
+    return out
+
+
+def _own_part(own: Tensor | None, numel: int) -> Tensor | None:
+    if own is None:
+        return None
+    if own.shape != (numel,) or own.dtype not in DTYPES:
+        raise ValueError(
+            f"own is {own.dtype} {tuple(own.shape)}; it must be [{numel}], one of {[str(d) for d in DTYPES]}"
+        )
+    return own.detach().contiguous()
