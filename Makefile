@@ -14,7 +14,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: install
-	$(BIN)/python run.py --demo
+	$(BIN)/python run.py -m comm=zero3,zeropp hydra.sweep.dir=outputs/demo
+	$(BIN)/twinbed-report outputs/demo
 
 lint: install
 	$(BIN)/ruff check .

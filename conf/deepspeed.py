@@ -1,6 +1,6 @@
 """Reads a DeepSpeed JSON into twinbed's own keys (`comm=deepspeed comm.config_json=PATH`).
 
-Only what twinbed acts on is translated. Whatever else the file says is listed, so that nothing is dropped in silence.
+Only what twinbed acts on is translated. Whatever else the file says is listed: nothing is dropped in silence.
 """
 
 from __future__ import annotations
@@ -11,20 +11,14 @@ from pathlib import Path
 
 from .json_file import json_type, read_json_object
 
-# DeepSpeed's name in lower case (it lowers it too) -> twinbed's. Its Adam decays apart from the gradient, as AdamW.
+# DeepSpeed's name in lower case (it lowers it too) -> twinbed's. Its Adam decays weights as AdamW does.
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lamb": "lamb", "sgd": "sgd"}
 
-# Parameters of an optimizer: the ones that are numbers, switches, or a pair
+# Parameters of each that are plain numbers
 _NUMBERS = {
     "adamw": ("lr", "eps", "weight_decay"),
     "lamb": ("lr", "eps", "weight_decay", "max_coeff", "min_coeff"),
     "sgd": ("lr", "weight_decay", "momentum"),
-}
-
-_ZEROPP_DEFAULTS = {
-    "zero_quantized_weights": False,
-    "zero_quantized_gradients": False,
-    "zero_hpz_partition_size": 1,
 }
 
 
@@ -42,13 +36,13 @@ class DeepSpeedImport:
 def read_deepspeed_config(path: str | Path) -> DeepSpeedImport:
     """Translates a DeepSpeed JSON, a whole one or a fragment.
 
-    Three rules of DeepSpeed's own hold: the ZeRO++ keys do nothing below stage 3 (they are then among the ignored), a
-    `zero_hpz_partition_size` of 0 or 1 is off, and without fp16 or bf16 enabled a file that mentions them trains in
-    fp32.
+    Three rules of DeepSpeed's own hold: the ZeRO++ keys do nothing below stage 3 (they are then among the
+    ignored), a `zero_hpz_partition_size` of 0 or 1 is off, and a file that mentions fp16 or bf16 but enables
+    neither trains in fp32.
 
     Raises:
-        ValueError: The file cannot be read, or a key has a wrong type, an illegal value, or contradicts another; the
-            message names the file, the key, its value and what would be legal.
+        ValueError: The file cannot be read, or a key has a wrong type, an illegal value, or contradicts
+            another; the message names the file, the key, its value and what would be legal.
     """
     path = Path(path)
     reader = _Reader(path, read_json_object(path, what="a DeepSpeed configuration"))
@@ -152,7 +146,7 @@ def _zero(reader: _Reader) -> dict[str, object]:
             value = 1
         if stage == 3 or stage_is_auto:
             overrides[f"comm.{key}"] = value
-        elif value != _ZEROPP_DEFAULTS[key]:
+        else:
             reader.used.discard(f"{section}.{key}")
     return overrides
 
@@ -200,7 +194,7 @@ def _precision(reader: _Reader) -> dict[str, object]:
 
 
 def _optimizer(reader: _Reader) -> dict[str, object]:
-    if "optimizer" not in reader.data:
+    if reader.data.get("optimizer") in (None, "auto"):
         return {}
     kind = reader.text("optimizer.type")
     if kind is None:
@@ -211,9 +205,9 @@ def _optimizer(reader: _Reader) -> dict[str, object]:
     if name is None:
         raise reader.error(f"'optimizer.type' {kind!r} is not supported; use one of {_spelled()}")
     overrides: dict[str, object] = {"optimizer": name}
-    if reader.flag("optimizer.params.adam_w_mode") is False:
+    if kind.lower() == "adam" and reader.flag("optimizer.params.adam_w_mode") is False:
         raise reader.error(
-            "'optimizer.params.adam_w_mode' is false: only decay apart from the gradient is there; set true or omit it"
+            "'optimizer.params.adam_w_mode' is false, but only AdamW's decay is there; set true or omit it"
         )
     for key in _NUMBERS[name]:
         value = reader.number(f"optimizer.params.{key}")
@@ -242,8 +236,11 @@ def _betas(reader: _Reader, value: object) -> list[float]:
 
 
 def _scheduler(reader: _Reader) -> dict[str, object]:
-    """Length of the warm-up. Its rates are the optimizer's and 0, so the scheduler's own are left among the ignored."""
-    if "scheduler" not in reader.data or reader.text("scheduler.type") not in ("WarmupLR", "WarmupDecayLR"):
+    """The warm-up's length; it rises from 0 to the optimizer's rate, so the scheduler's are ignored."""
+    if reader.data.get("scheduler") in (None, "auto") or reader.text("scheduler.type") not in (
+        "WarmupLR",
+        "WarmupDecayLR",
+    ):
         reader.used.discard("scheduler.type")
         return {}
     overrides: dict[str, object] = {}

@@ -107,8 +107,11 @@ def recompute_flop(spec: ModelSpec, *, sequence: int, recompute: str, micro: int
     """Forward operations that the backward pass repeats.
 
     none: nothing. full: every block. selective: the two attention products (Megatron, Korthikanti et al.
-    2022). selective_op: every second linear of a block, attention kept (torchtitan's "op"). selective_layer: every
-    second block (torchtitan's "2"). What lies outside the blocks is never repeated.
+    2022). selective_op: every second linear of a block, attention kept (torchtitan's "op"). selective_layer:
+    every second block (torchtitan's "2"). What lies outside the blocks is never repeated.
+
+    "full" counts whole blocks, as published TFLOP/s do. torch's non-reentrant checkpoint stops as soon as it
+    has what backward needs, and so does not repeat the last matmul of a block.
 
     Raises:
         ValueError: An unknown `recompute`, or a sequence that the model cannot take.

@@ -204,14 +204,14 @@ class ModelSpec:
         for key, (family, absent) in only_of.items():
             if self.family != family and getattr(self, key) != absent:
                 raise ValueError(
-                    f"model.{key}={getattr(self, key)} has no effect in family {self.family}; it is for {family}"
+                    f"model.{key}={getattr(self, key)} has no effect in {self.family}; it is for {family}"
                 )
         for key in ("embedding_size", "pooler_size"):
             if getattr(self, key) == 0:
                 raise ValueError(f"model.{key} must be at least 1 or null, got 0")
         if self.experts_per_token > self.experts:
             raise ValueError(
-                f"model.experts_per_token={self.experts_per_token} must be at most model.experts ({self.experts})"
+                f"model.experts_per_token={self.experts_per_token} must be <= model.experts={self.experts}"
             )
         if self.family == "vit":
             if self.vocab:
@@ -293,8 +293,8 @@ _KEYS = (
 def spec_from_keys(keys: Mapping[str, object]) -> ModelSpec:
     """The spec that the keys of a `conf/model/*.yaml` describe; a null or absent key takes its usual value.
 
-    kv_heads: heads. ffn: 4 hidden. tied_embeddings and head: as the family has them. sequence of vit: patches
-    + 1.    `extra` holds the keys of single families; its image and patch are one number, for squares.
+    kv_heads: heads. ffn: 4 hidden. tied_embeddings and head: as the family has them. sequence of vit:
+    patches + 1. `extra` holds the keys of single families; its image and patch are one number, for squares.
 
     Raises:
         ValueError: An unknown or missing key, or sizes that `ModelSpec` refuses.
@@ -308,6 +308,10 @@ def spec_from_keys(keys: Mapping[str, object]) -> ModelSpec:
             raise ValueError(f"{where}{key} is no key of a model; the keys are {', '.join(legal)}")
     given = keys | {key: value for key, value in extra.items() if value is not None}
     family = given.get("family")
+    if family == "hf":
+        raise ValueError(
+            "model.config_json must be given for model=hf: the path of a Hugging Face config.json"
+        )
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"model.family must be one of {', '.join(FAMILIES)}, got {family!r}")
     required = ["layers", "hidden", "heads"]
@@ -332,7 +336,7 @@ def spec_from_keys(keys: Mapping[str, object]) -> ModelSpec:
         usual["sequence"] = 1 + _square_patches(given["image"], given["patch"])
         for key in ("image", "patch"):
             given[key] = (given[key], given[key])
-    return ModelSpec(**{**usual, **given})  # type: ignore[arg-type]  # ModelSpec checks each type itself
+    return ModelSpec(**{**usual, **given})  # ModelSpec checks each type itself
 
 
 def _square_patches(side: object, step: object) -> int:

@@ -130,6 +130,7 @@ def _llama_root(spec: ModelSpec) -> tuple[Tensor, ...]:
 
 def _llama_block(spec: ModelSpec) -> tuple[Tensor, ...]:
     query, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    mlp: tuple[Tensor, ...]
     if spec.is_moe:
         mlp = (
             Tensor("mlp.gate.weight", (spec.experts, spec.hidden)),

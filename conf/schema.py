@@ -336,13 +336,13 @@ class ParallelConf:
 @dataclass(kw_only=True)
 class ExperimentConf:
     target: Target = Target.both
-    cluster: ClusterConf = field(default_factory=ClusterConf)
-    model: ModelConf = field(default_factory=ModelConf)
-    comm: CommConf = field(default_factory=CommConf)
+    cluster: ClusterConf = MISSING
+    model: ModelConf = MISSING
+    comm: CommConf = MISSING
     parallel: ParallelConf = field(default_factory=ParallelConf)
     batch: BatchConf = field(default_factory=BatchConf)
-    data: DataConf = field(default_factory=DataConf)
-    optimizer: OptimizerConf = field(default_factory=OptimizerConf)
+    data: DataConf = MISSING
+    optimizer: OptimizerConf = MISSING
     train: TrainConf = field(default_factory=TrainConf)
     engine: Engine = Engine.fsdp2
     recompute: Recompute = Recompute.none

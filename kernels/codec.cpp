@@ -257,7 +257,7 @@ struct Own {  // the part that never travelled, exact; none: x is null
   int dtype;
 
   void copy(int64_t start, int64_t n, float* out) const {
-    if (static_cast<const float*>(x) + start == out) return;  // summed in place
+    if (dtype == kFloat32 && static_cast<const float*>(x) + start == out) return;  // summed in place
     if (dtype == kFloat32) widen<Float32>(x, start, n, out);
     if (dtype == kBFloat16) widen<BFloat16>(x, start, n, out);
     if (dtype == kFloat16) widen<Float16>(x, start, n, out);

@@ -1,8 +1,8 @@
 """Block quantization of tensors, and the messages that collectives send: one function each for all backends.
 
 Symmetric: a block's scale is absmax / qmax (fp32; qmax = 127, 31, 7, 1 for 8, 6, 4, 2 bits), its codes are
-x / scale rounded to the nearest, ties to even. So the error is at most half a step, zero stays zero, and a block
-of zeros gives zeros. A block that holds NaN or Inf reads back as NaN throughout, so that it is noticed.
+x / scale rounded to the nearest, ties to even. So the error is at most half a step, zero stays zero, and a
+block of zeros gives zeros. A block that holds NaN or Inf reads back as NaN throughout, so that it is noticed.
 (DeepSpeed divides by absmax / 8 at 4 bits and clips +absmax to 7: there the largest value errs by a step.)
 
 8 and 4 bits on a CPU run natively (codec.cpp), the rest in plain torch (reference.py), with equal results.
@@ -32,8 +32,8 @@ def quantize_blocks(x: Tensor, *, bits: int, block: int, reference: bool = False
     Args:
         x: fp32, bf16 or fp16, of any shape.
         bits: 8, 6, 4 or 2.
-        block: Elements that share a scale, a multiple of 4; 0: one scale for all. The last block may be short;
-            its missing codes are zero and present.
+        block: Elements that share a scale, a multiple of 4; 0: one scale for all. The last block may
+            be short; its missing codes are zero and present.
         reference: Use plain torch.
 
     Returns:
@@ -72,8 +72,8 @@ def dequantize_blocks(
     expected = code_bytes(numel, bits=bits, block=block), num_blocks(numel, block=block)
     if (codes.numel(), scales.numel()) != expected:
         raise ValueError(
-            f"{codes.numel()} bytes of codes and {scales.numel()} scales do not fit numel={numel}, bits={bits}, "
-            f"block={block}: that takes {expected[0]} and {expected[1]}"
+            f"{codes.numel()} bytes of codes and {scales.numel()} scales do not fit numel={numel}, "
+            f"bits={bits}, block={block}: that takes {expected[0]} and {expected[1]}"
         )
     _check_dtype(dtype)
     packed, scales = codes.contiguous().view(torch.uint8), scales.float().contiguous()
@@ -136,10 +136,10 @@ def encode_segments(
 
     Args:
         x: [n] or [rows, n], fp32, bf16 or fp16; n is the sum of `segments`.
-        segments: Lengths of the consecutive ranges, say of the parameters in a flat buffer; zeros are allowed.
+        segments: Lengths of the consecutive ranges, say of the parameters in a flat buffer; 0 is allowed.
         bits, block: As in `quantize_blocks`; block = 0 gives each segment one scale.
-        order: Rows of `x` to encode, in this order, with no copy made: `slice_order(...)` for the hierarchical
-            all-to-all; leave a row out to keep it exact. For 2-D `x` only.
+        order: Rows of `x` to encode, in this order, with no copy made: `slice_order(...)` for the
+            hierarchical all-to-all; leave a row out to keep it exact. For 2-D `x` only.
         out: Where to write, uint8, last dimension contiguous.
 
     Returns:
@@ -150,8 +150,8 @@ def encode_segments(
     _check_dtype(x.dtype)
     if order is not None and x.dim() != 2:
         raise ValueError(f"order picks rows, but x has shape {tuple(x.shape)}; give it as [rows, n]")
-    indices = None if order is None else _row_indices(tuple(order), len(rows))
-    num_out = len(rows) if indices is None else len(indices)
+    indices = None if order is None else _row_indices(tuple(order), rows.shape[0])
+    num_out = rows.shape[0] if indices is None else len(indices)
     if out is None:
         out = torch.empty(num_out, layout.wire_bytes, dtype=torch.uint8, device=x.device)
         result = out if x.dim() == 2 else out[0]
@@ -205,10 +205,10 @@ def decode_segments(
         raise ValueError(f"accumulate adds into an fp32 out, got {'none' if out is None else out.dtype}")
     if out is None:
         _check_dtype(dtype)
-        out = torch.empty(len(messages), layout.numel, dtype=dtype, device=buf.device)
+        out = torch.empty(messages.shape[0], layout.numel, dtype=dtype, device=buf.device)
         result = out if buf.dim() == 2 else out[0]
     else:
-        result, out = out, _out_rows(out, len(messages), layout.numel, tuple(DTYPES))
+        result, out = out, _out_rows(out, messages.shape[0], layout.numel, tuple(DTYPES))
     library = None if reference else native_for(messages, bits)
     if library is None:
         values = plain.decode(messages, layout)
@@ -218,7 +218,7 @@ def decode_segments(
             library.twinbed_decode(
                 messages.data_ptr(),
                 messages.stride(0),
-                len(messages),
+                messages.shape[0],
                 *native_layout(layout),
                 out.data_ptr(),
                 out.stride(0) * out.element_size(),

@@ -10,7 +10,7 @@ parameter of a flat buffer.
 Codes within a block (`padded` of them, the missing ones zero):
 
     8 bits    one signed byte a code
-    4 bits    byte i holds code i in its low half and code i + padded_block / 2 in its high half (planar: each half
+    4 bits    byte i holds code i in its low half and code i + block / 2 in its high half (planar: each half
               is a run of neighbours, so that packing is plain vector work); two's complement
     6, 2      four neighbours in three bytes or one, lowest bits first; two's complement
 """

@@ -1,7 +1,7 @@
 """Sums of quantized slices in one pass: what a rank does between the hops of a quantized reduce-scatter.
 
-Block by block over all messages, so the sum never leaves the nearest cache; sums are fp32, in the messages' order,
-whatever the codes' width. Codes are always decoded before they are added.
+Block by block over all messages, so the sum never leaves the nearest cache. Sums are fp32, in the messages'
+order; codes are always decoded before they are added.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def dequantize_reduce(
     """Sum of `own` and of the decoded messages.
 
     Args:
-        bufs: uint8 [k, wire]: one message of these segments from each of k peers; k = 0 is allowed. A peer that sent
-            N slices sent one message of `segments * N`.
+        bufs: uint8 [k, wire]: one message of these segments from each of k peers; k = 0 is allowed. A peer
+            that sent N slices sent one message of `segments * N`.
         own: This rank's part [n], exact, in fp32, bf16 or fp16; None: nothing of its own.
         segments, bits, block: As they were encoded.
         out: fp32 [n], contiguous; may be `own`.
@@ -55,7 +55,7 @@ def dequantize_reduce(
             library.twinbed_reduce(
                 messages.data_ptr(),
                 messages.stride(0),
-                len(messages),
+                messages.shape[0],
                 None if own is None else own.data_ptr(),
                 0 if own is None else DTYPES[own.dtype],
                 *native_layout(layout),
@@ -81,7 +81,7 @@ def dequantize_reduce_quantize(
 
     Args:
         bufs, own, segments, bits, block: As in `dequantize_reduce`.
-        out_bits, out_block: Format of the result; None: as it came in. One pass is cheapest where one block size
+        out_bits, out_block: Format of the result; None: as it came in. It is cheapest where one block size
             divides the other.
         out: uint8 [wire of the result], contiguous.
 
@@ -108,7 +108,7 @@ def dequantize_reduce_quantize(
             library.twinbed_reduce_encode(
                 messages.data_ptr(),
                 messages.stride(0),
-                len(messages),
+                messages.shape[0],
                 None if own is None else own.data_ptr(),
                 0 if own is None else DTYPES[own.dtype],
                 *native_layout(layout),

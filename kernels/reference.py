@@ -14,7 +14,7 @@ from .layout import QMAX, Layout, code_bytes, num_blocks, padded_numel, wire_byt
 
 # Below, qmax / absmax would overflow: such a block is scaled up first, by a power of two, hence exactly.
 TINY, LIFT = 2.0**-60, 2.0**64
-# Largest magnitude that a scale is taken from, so that qmax * scale stays below infinity: FLT_MAX (1 - 2^-22).
+# Largest magnitude that a scale is taken from, so that qmax * scale stays finite: FLT_MAX (1 - 2^-22).
 LARGEST = float.fromhex("0x1.fffff8p127")
 
 
@@ -29,11 +29,13 @@ def quantize(x_Rn: Tensor, *, bits: int, block: int) -> tuple[Tensor, Tensor]:
     x_RBK = torch.zeros(R, padded, dtype=torch.float32, device=x_Rn.device)
     x_RBK[:, :n] = x_Rn
     x_RBK = x_RBK.view(R, B, block or padded)
-    qmax = float(QMAX[bits])
+    qmax = QMAX[bits]
     absmax_RB = x_RBK.abs().amax(-1)  # NaN wins
-    scales_RB = absmax_RB.clamp(max=LARGEST) / qmax
+    # As a tensor: with a plain number torch may multiply by a reciprocal, which rounds twice.
+    qmax_RB = torch.full_like(absmax_RB, qmax)
+    scales_RB = absmax_RB.clamp(max=LARGEST) / qmax_RB
     lift_RB = torch.where(absmax_RB < TINY, LIFT, 1.0)
-    inverse_RB = qmax / (absmax_RB * lift_RB)
+    inverse_RB = qmax_RB / (absmax_RB * lift_RB)
     poisoned_RB = ~absmax_RB.isfinite()
     scales_RB = scales_RB.masked_fill(poisoned_RB, torch.nan)
     inverse_RB = inverse_RB.masked_fill(~inverse_RB.isfinite(), 0.0)  # a block of zeros
@@ -90,7 +92,7 @@ def _pack(codes_RBK: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes_RBK.reshape(R, B * K).view(torch.uint8)
     if bits == 4:
-        low, high = (codes_RBK & 15).view(torch.uint8).split(K // 2, dim=-1)
+        low, high = (codes_RBK & 15).view(torch.uint8).chunk(2, dim=-1)
         return (low | high << 4).reshape(R, -1)
     wide = codes_RBK.reshape(R, B * K).int() & (1 << bits) - 1
     wide = torch.nn.functional.pad(wide, (0, -(B * K) % 4)).view(R, -1, 4)  # four codes end on a whole byte

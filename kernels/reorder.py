@@ -1,8 +1,8 @@
 """The order of slices in a hierarchical all-to-all.
 
-Rank p = node * ranks_per_node + local. In the first hop, inside a node, local rank j must get the slices of all
-ranks with local index j, from every node, as one message: so slice p goes to place
-(p mod ranks_per_node) * nodes + p div ranks_per_node (ZeRO++, arXiv 2306.10209, section 3.3 of the paper).
+Rank p = node * ranks_per_node + local. In the first hop, inside a node, local rank j must get the slices of
+all ranks with local index j, from every node, as one message: so slice p goes to place
+(p mod ranks_per_node) * nodes + p div ranks_per_node (qgZ in ZeRO++, arXiv 2306.10209).
 """
 
 from __future__ import annotations
@@ -27,4 +27,4 @@ def reorder_slices(x: Tensor, *, nodes: int, ranks_per_node: int) -> Tensor:
         raise ValueError(
             f"x has shape {tuple(x.shape)}; {nodes} nodes of {ranks_per_node} take [{ranks}, ...]"
         )
-    return x.unflatten(0, (nodes, ranks_per_node)).transpose(0, 1).flatten(0, 1).contiguous()
+    return x.reshape(nodes, ranks_per_node, *x.shape[1:]).transpose(0, 1).flatten(0, 1).contiguous()

@@ -123,19 +123,13 @@ class _Keeper:
                 ) from err
             self._user_fd = os.open("/proc/self/ns/user", os.O_RDONLY)
         self._base_fd = os.open("/proc/self/ns/net", os.O_RDONLY)
-        notes = []
+        _set_sysctls()
         for node in range(self._num_nodes):
             _checked("unshare", _libc.unshare(_CLONE_NEWNET | _CLONE_NEWUTS))
             socket.sethostname(f"node{node}")
             self._net_fds.append(os.open("/proc/self/ns/net", os.O_RDONLY))
             self._uts_fds.append(os.open("/proc/self/ns/uts", os.O_RDONLY))
-            for key, value in _SYSCTLS:
-                try:
-                    _write(f"/proc/sys/{key}", value)
-                except OSError as err:
-                    # Without IPv6 there is nothing to switch off.
-                    if node == 0 and not (isinstance(err, FileNotFoundError) and "ipv6" in key):
-                        notes.append(f"could not set {key.replace('/', '.')}={value}: {err.strerror}")
+            notes = _set_sysctls()
             _ip("link set lo up")
         self._enter(self._base_fd)
         return {
@@ -143,7 +137,7 @@ class _Keeper:
             "net_fds": self._net_fds,
             "net_inodes": [os.fstat(fd).st_ino for fd in self._net_fds],
             "uts_fds": self._uts_fds,
-            "notes": notes,
+            "notes": notes,  # the same in each node
         }
 
     def _shape_by_switch(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -313,6 +307,19 @@ def _net_inode(pid: int) -> int:
         return os.stat(f"/proc/{pid}/ns/net").st_ino
     except OSError:
         return 0
+
+
+def _set_sysctls() -> list[str]:
+    """In the present network namespace; returns what could not be set."""
+    problems = []
+    for key, value in _SYSCTLS:
+        try:
+            _write(f"/proc/sys/{key}", value)
+        except OSError as err:
+            # Without IPv6 there is nothing to switch off.
+            if not (isinstance(err, FileNotFoundError) and "ipv6" in key):
+                problems.append(f"could not set {key.replace('/', '.')}={value}: {err.strerror}")
+    return problems
 
 
 def _checked(call: str, result: int) -> int:
