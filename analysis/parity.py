@@ -59,7 +59,7 @@ def compare_records(
         "status": "failed" if reasons else "ok",
         "reasons": reasons,
         "ledger_equal": difference is None if comparable else None,
-        "ledger_rows": {"sim": sum(row.count for row in sim.ledger), "runtime": len(_expanded(real))},
+        "ledger_rows": {"sim": sum(row.count for row in sim.ledger), "runtime": sum(row.count for row in real.ledger)},
         "first_difference": difference,
         "replay_equal": replay_equal,
         "decisions_equal": decision_difference is None if comparable else None,
@@ -122,7 +122,8 @@ def first_decision_difference(sim: Record, real: Record) -> dict[str, Any] | Non
     class has no decisions of its own and is left out.
     """
     ours, theirs = _by_rank(sim.decisions), _by_rank(real.decisions)
-    for rank in sorted(theirs if not ours else ours):
+    folded = bool(ours) and any(row.count > 1 for row in sim.ledger)
+    for rank in sorted(ours if folded else {*ours, *theirs}):
         left, right = ours.get(rank, []), theirs.get(rank, [])
         for index in range(max(len(left), len(right))):
             a = left[index] if index < len(left) else None

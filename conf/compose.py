@@ -163,8 +163,8 @@ def _resolve_batch(experiment: ExperimentConf, spec: ModelSpec) -> None:
         a_micro_batch = batch.micro * ranks
         if batch.global_sequences % a_micro_batch:
             raise ValueError(
-                f"batch.global_sequences={batch.global_sequences} must be a multiple of batch.micro times the "
-                f"ranks: {batch.micro} * {ranks} = {a_micro_batch}"
+                f"batch.global_sequences={batch.global_sequences} must be a multiple of batch.micro times "
+                f"the ranks: {batch.micro} * {ranks} = {a_micro_batch}"
             )
         accumulation = batch.global_sequences // a_micro_batch
         if batch.accumulation not in (1, accumulation):
@@ -200,8 +200,9 @@ def _check_runtime(experiment: ExperimentConf, spec: ModelSpec) -> None:
     target = experiment.target.value
     if spec.family not in RUNTIME_FAMILIES:
         raise ValueError(
-            f"model={spec.name} of family {spec.family} cannot be trained here (target={target}): the runtime "
-            f"has families {list(RUNTIME_FAMILIES)}; use target=sim, or attach(model, comm) in your own loop"
+            f"model={spec.name} of family {spec.family} cannot be trained here (target={target}): the "
+            f"runtime has families {list(RUNTIME_FAMILIES)}; use target=sim, or attach(model, comm) in a loop "
+            "of your own"
         )
     if experiment.data.name == "text" and spec.vocab < 256:
         raise ValueError(f"model.vocab={spec.vocab} must be >= 256 with data=text, whose tokens are bytes")

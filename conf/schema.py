@@ -218,7 +218,7 @@ class CommConf:
             self.weight_bits in (2, 4, 6, 8), "comm.weight_bits", self.weight_bits, "one of [2, 4, 6, 8]"
         )
         for key, block in (("weight_block", self.weight_block), ("gradient_block", self.gradient_block)):
-            _require(block >= 0 and block % 2 == 0, f"comm.{key}", block, "an even number >= 0")
+            _require(block >= 0 and block % 4 == 0, f"comm.{key}", block, "a multiple of 4, or 0")
         hops = 2 if self.gradient_path is GradientPath.two_hop else 1
         _require(
             len(self.gradient_bits) in (hops, 2) and all(b in (2, 4, 6, 8) for b in self.gradient_bits),

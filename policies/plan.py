@@ -57,8 +57,8 @@ class Quantize(Step):
     def __post_init__(self) -> None:
         if self.bits not in (2, 4, 6, 8):
             raise ValueError(f"bits must be one of [2, 4, 6, 8], got {self.bits}")
-        if self.block < 0 or self.block % 2:
-            raise ValueError(f"block must be an even number >= 0 (0: one scale a tensor), got {self.block}")
+        if self.block < 0 or self.block % 4:
+            raise ValueError(f"block must be a multiple of 4 (0: one scale a tensor), got {self.block}")
 
 
 @dataclass(frozen=True, slots=True)

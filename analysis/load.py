@@ -1,0 +1,187 @@
+"""Folders of records: one run, a prediction beside its run, or a Hydra multirun."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .parity import PARITY
+from .record import RESULT, Record, read_record
+
+SIM, REAL = "sim", "runtime"
+
+
+@dataclass(slots=True)
+class Run:
+    """One experiment: its prediction, its real run, or both."""
+
+    folder: Path
+    sim: Record | None = None
+    real: Record | None = None
+    replay_equal: bool | None = None
+    void: str | None = None
+    notes: list[str] = field(default_factory=list)  # what is missing, in words
+
+    @property
+    def main(self) -> Record:
+        """The record to describe the experiment by: the real run where there is one."""
+        record = self.real or self.sim
+        assert record is not None
+        return record
+
+
+@dataclass(frozen=True, slots=True)
+class SweptRun:
+    """One run of a multirun. Only results are read: ledgers and timelines are in each run's own report."""
+
+    number: str
+    overrides: Mapping[str, str]
+    sim: Mapping[str, Any] | None
+    real: Mapping[str, Any] | None
+    parity: Mapping[str, Any] | None
+
+    @property
+    def main(self) -> Mapping[str, Any] | None:
+        return self.real or self.sim
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A multirun: its runs in the order in which Hydra numbered them."""
+
+    folder: Path
+    runs: Sequence[SweptRun]
+
+
+def load(folder: Path) -> Run | Sweep:
+    """Read whatever kind of folder this is.
+
+    Raises:
+        ValueError: If the folder is missing, holds no record, or a file in it is broken; names the file.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder")
+    if (folder / RESULT).is_file():
+        record = _read(folder)
+        return Run(folder, real=record) if record.result["target"] == REAL else Run(folder, sim=record)
+    if _has_sides(folder):
+        return _load_both(folder)
+    children = [child for child in folder.iterdir() if child.is_dir() and _is_run(child)]
+    if children:
+        runs = [_load_swept(child) for child in sorted(children, key=_numeric_order)]
+        if all(run.main is None for run in runs):
+            raise ValueError(f"{folder}: none of its {len(runs)} runs has left a {RESULT}")
+        return Sweep(folder, runs)
+    raise ValueError(
+        f"{folder} holds no records: expected {RESULT} (a run), {SIM}/ and {REAL}/ (target=both), or "
+        f"numbered runs (a multirun)"
+    )
+
+
+def load_side(folder: Path, target: str) -> Record:
+    """The record of one target: from its own folder, or out of a `target=both` folder.
+
+    Raises:
+        ValueError: As `load`, or if the folder holds the other target.
+    """
+    inner = folder / target
+    record = _read(inner if (inner / RESULT).is_file() else folder)
+    found = record.result["target"]
+    if found != target:
+        raise ValueError(f"{folder} holds a run of target={found}, expected target={target}")
+    return record
+
+
+def _load_both(folder: Path) -> Run:
+    run = Run(folder)
+    if (folder / SIM / RESULT).is_file():
+        run.sim = _read(folder / SIM)
+    else:
+        run.notes.append("The simulation left no record.")
+    if (folder / REAL / RESULT).is_file():
+        run.real = _read(folder / REAL)
+    else:
+        run.notes.append("The real run left no record.")
+    parity = _json(folder / PARITY) if (folder / PARITY).is_file() else {}
+    run.replay_equal = parity.get("replay_equal")
+    # the reason may stand in `void` itself
+    void = parity.get("void_reason") or parity.get("void")
+    run.void = void if isinstance(void, str) else "no reason given" if void else None
+    return run
+
+
+def _load_swept(folder: Path) -> SweptRun:
+    sim = real = None
+    if (folder / RESULT).is_file():
+        result = _result(folder)
+        sim, real = (None, result) if result["target"] == REAL else (result, None)
+    else:
+        sim = _result(folder / SIM) if (folder / SIM / RESULT).is_file() else None
+        real = _result(folder / REAL) if (folder / REAL / RESULT).is_file() else None
+    parity = _json(folder / PARITY) if (folder / PARITY).is_file() else None
+    return SweptRun(folder.name, _overrides(folder), sim, real, parity)
+
+
+def _overrides(folder: Path) -> dict[str, str]:
+    path = folder / ".hydra" / "overrides.yaml"
+    if not path.is_file():
+        return {}
+    try:
+        lines = yaml.safe_load(path.read_text(encoding="utf-8")) or []
+        pairs = [str(line).lstrip("+~").partition("=") for line in lines]
+    except (yaml.YAMLError, TypeError, UnicodeDecodeError) as err:
+        raise ValueError(f"{path}: broken: {err}") from err
+    return {key: text for key, _, text in pairs}
+
+
+def _read(folder: Path) -> Record:
+    record = read_record(folder)
+    _check_result(record.result, folder / RESULT)
+    return record
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    result = _json(folder / RESULT)
+    _check_result(result, folder / RESULT)
+    return result
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as err:
+        raise ValueError(f"{path}: broken JSON: {err}") from err
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(found).__name__}")
+    return found
+
+
+def _check_result(result: object, path: Path) -> None:
+    if not isinstance(result, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(result).__name__}")
+    if result.get("target") not in (SIM, REAL):
+        raise ValueError(f"{path}: target={result.get('target')!r}: must be one of {[SIM, REAL]}")
+    groups = ("experiment", "iteration_s", "phases_s", "comm", "memory_bytes")
+    for key in groups:
+        if not isinstance(result.get(key) or {}, dict):
+            raise ValueError(f"{path}: {key} must be an object, found {type(result[key]).__name__}")
+    for key in ("ranks", "loss", "guessed_inputs", "fitted_constants", "warnings", "classes"):
+        if not isinstance(result.get(key) or [], list):
+            raise ValueError(f"{path}: {key} must be a list, found {type(result[key]).__name__}")
+
+
+def _has_sides(folder: Path) -> bool:
+    return any((folder / side / RESULT).is_file() for side in (SIM, REAL))
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / RESULT).is_file() or _has_sides(folder) or (folder / ".hydra").is_dir()
+
+
+def _numeric_order(folder: Path) -> tuple[int, int, str]:
+    number = re.fullmatch(r"\d+", folder.name)
+    return (0, int(folder.name), "") if number else (1, 0, folder.name)
