@@ -7,6 +7,7 @@ all ranks with local index j, from every node, as one message: so slice p goes t
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -27,4 +28,5 @@ def reorder_slices(x: Tensor, *, nodes: int, ranks_per_node: int) -> Tensor:
         raise ValueError(
             f"x has shape {tuple(x.shape)}; {nodes} nodes of {ranks_per_node} take [{ranks}, ...]"
         )
-    return x.reshape(nodes, ranks_per_node, *x.shape[1:]).transpose(0, 1).flatten(0, 1).contiguous()
+    by_local = x.reshape(nodes, ranks_per_node, *x.shape[1:]).transpose(0, 1)
+    return by_local.clone(memory_format=torch.contiguous_format).view(x.shape)

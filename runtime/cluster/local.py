@@ -229,9 +229,8 @@ class LocalCluster:
 
 
 def _check_tbf(links: Sequence[LinkShape], num_ranks: int, *, why: str) -> None:
-    way_out = (
-        f"{why}, and tbf cannot do more; install a C compiler (cc) for backend=tap, or take backend=none"
-    )
+    needs = "backend=tap needs a C compiler (cc) and access to /dev/net/tun"
+    way_out = f"{why}, and tbf cannot do more; {needs}; backend=none is unshaped"
     for link in links:
         if link.latency_ns > 0:
             raise ValueError(f"link.latency_ns must be 0, got {link.latency_ns}: {way_out}")
@@ -273,7 +272,11 @@ class _KeeperProcess:
             try:
                 self._control.send(json.dumps({"do": what, **more}).encode())
                 message = self._control.recv(1 << 17)
-            except OSError as err:
+            except BaseException as err:
+                # Ctrl-C in between too: the reply is still to come, and the next request would take it.
+                self._control.close()
+                if not isinstance(err, OSError):
+                    raise
                 raise RuntimeError(
                     f"the process that keeps the local cluster does not answer: {err}"
                 ) from err

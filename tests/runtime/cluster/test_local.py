@@ -197,6 +197,27 @@ class TestSwitch:
         assert done.returncode == 1
         assert "is the cluster still open?" in done.stderr
 
+    def test_an_interrupted_request_does_not_leave_its_reply_to_the_next(self, monkeypatch):
+        class Interrupted:
+            def __init__(self, control):
+                self._control = control
+
+            def recv(self, size):
+                raise KeyboardInterrupt
+
+            def __getattr__(self, name):
+                return getattr(self._control, name)
+
+        with two_nodes() as cluster:
+            keeper = cluster._keeper
+            monkeypatch.setattr(keeper, "_control", Interrupted(keeper._control))
+            with pytest.raises(KeyboardInterrupt):
+                cluster.counters()
+            monkeypatch.setattr(keeper, "_control", keeper._control._control)
+            with pytest.raises(RuntimeError, match="does not answer"):
+                cluster.counters()
+        assert not Path(f"/proc/{keeper.pid}").exists()
+
     def test_closed_means_closed(self):
         cluster = two_nodes()
         cluster.close()

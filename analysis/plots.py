@@ -1,0 +1,346 @@
+"""Figures of a report: one pure function each, DataFrame -> Figure. The Agg canvas, no pyplot, no global state."""
+
+import io
+from collections.abc import Sequence
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from .tables import MEMORY, SIDES
+
+# One colour for each policy, in every figure of the project.
+POLICY_COLOURS = {
+    "ddp": "#7f7f7f",
+    "ps": "#8c564b",
+    "zero1": "#bcbd22",
+    "zero2": "#e69f00",
+    "zero3": "#0072b2",
+    "qwz": "#56b4e9",
+    "hpz": "#009e73",
+    "qgz": "#cc79a7",
+    "zeropp": "#d55e00",
+}
+OTHER_COLOUR = "#555a66"
+_STREAM_COLOURS = {"compute": "#3b7dd8", "gather": "#e08e2b", "reduce": "#3a9d5d", "library": "#a05fb8"}
+_SPARE_COLOURS = ("#c44e52", "#64b5cd", "#8c8c8c", "#937860", "#da8bc3")
+_MEMORY_COLOURS = dict(
+    zip(MEMORY, ("#0072b2", "#e69f00", "#8c564b", "#009e73", "#56b4e9", "#bdbdbd"), strict=True)
+)
+_NAMES = {
+    "comm_exposed": "communication\nexposed",
+    "comm_total": "communication\ntotal",
+    "inter_node": "between\nnodes",
+    "intra_node": "inside\nthe node",
+    "wire": "on the\nwire",
+}
+_INK, _GRID = "#1d2733", "#dfe4ea"
+
+
+def iteration_figure(times: pd.DataFrame, *, policy: str, naive_s: float | None) -> Figure:
+    """Iteration time, predicted and measured, with bytes / bandwidth beside.
+
+    Args:
+        times: `tables.iteration_table`. Bars are means, error bars minimum to maximum of the n iterations of
+            a run, low to high over guessed inputs of a prediction.
+    """
+    figure, axes = _figure(6.2, 3.4)
+    labels, position = [], 0
+    for row in times.itertuples():
+        if pd.isna(row.mean):
+            continue
+        low, high = (row.min, row.max) if row.side == "measured" else (row.low, row.high)
+        spread = None
+        if not pd.isna(low) and not pd.isna(high):
+            spread = [[max(row.mean - low, 0.0)], [max(high - row.mean, 0.0)]]
+        _bar(axes, position, float(row.mean), str(row.side), _policy_colour(policy), spread)
+        labels.append(f"{row.side}\n(n = {int(row.n)})" if row.side == "measured" else str(row.side))
+        position += 1
+    if naive_s is not None and position:
+        _bar(axes, position, naive_s, "naive", "#c9ced6", None)
+        labels.append("bytes /\nbandwidth")
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_xlim(-0.6, max(len(labels), 2) - 0.4)
+    axes.set_ylabel("time of one iteration (s)")
+    axes.margins(y=0.18)
+    axes.set_ylim(bottom=0)
+    return figure
+
+
+def volume_figure(volumes: pd.DataFrame, *, policy: str) -> Figure:
+    """Bytes of one rank in one iteration by kind; `volumes`: `tables.volume_table`."""
+    figure, axes = _figure(7.2, 3.4)
+    scaled = volumes.assign(amount=volumes["bytes"] / 1e6)
+    _grouped(axes, scaled, "volume", ("payload", "wire", "inter_node", "intra_node"), _policy_colour(policy))
+    axes.set_ylabel("MB per rank and iteration")
+    return figure
+
+
+def phase_figure(phases: pd.DataFrame, *, policy: str) -> Figure:
+    """Seconds of an iteration in each phase; they overlap and do not add up. `phases`: `tables.phase_table`."""
+    figure, axes = _figure(7.2, 3.4)
+    scaled = phases.rename(columns={"seconds": "amount"})
+    order = ("compute", "comm_exposed", "comm_total", "quantize", "idle")
+    _grouped(axes, scaled, "phase", order, _policy_colour(policy))
+    axes.set_ylabel("time in one iteration (s)")
+    return figure
+
+
+def memory_figure(memory: pd.DataFrame) -> Figure:
+    """Memory of the fullest rank by class, stacked, and the peak; `memory`: `tables.memory_table`."""
+    figure, axes = _figure(7.2, 2.6)
+    present = [side for side in SIDES if side in set(memory["side"])]
+    largest = float(memory["bytes"].max()) if len(memory) else 0.0
+    scale, unit = (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
+    labelled: set[str] = set()
+    for position, side in enumerate(reversed(present)):
+        rows = memory[memory["side"] == side].set_index("class")["bytes"] / scale
+        left = 0.0
+        for name in MEMORY:
+            width = float(rows.get(name, 0.0))
+            if width <= 0:
+                continue
+            label = None if name in labelled else name.replace("_", " ")
+            labelled.add(name)
+            axes.barh(position, width, left=left, height=0.6, color=_MEMORY_COLOURS[name], label=label)
+            left += width
+        if rows.get("peak", 0.0) > 0:
+            label = None if "peak" in labelled else "peak"
+            labelled.add("peak")
+            peak = float(rows["peak"])
+            axes.plot([peak, peak], [position - 0.38, position + 0.38], color=_INK, linewidth=2, label=label)
+    axes.set_yticks(range(len(present)), list(reversed(present)))
+    axes.set_ylim(-0.6, max(len(present), 1) - 0.4)
+    axes.set_xlabel(f"{unit} on the fullest rank")
+    axes.grid(axis="x", color=_GRID)
+    axes.grid(visible=False, axis="y")
+    if labelled:
+        figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)
+    return figure
+
+
+def loss_figure(losses: pd.DataFrame) -> Figure:
+    """Training loss at each step, a line a run; `losses`: `tables.loss_table`.
+
+    Runs of one policy (several seeds, say) share its colour and differ in line style.
+    """
+    figure, axes = _figure(7.2, 3.6)
+    styles = ("-", "--", ":", "-.")
+    seen: dict[str, int] = {}
+    labels = list(dict.fromkeys(losses["label"]))
+    for label in labels:
+        rows = losses[losses["label"] == label]
+        policy = str(rows["policy"].iloc[0])
+        style = styles[seen.get(policy, 0) % len(styles)]
+        seen[policy] = seen.get(policy, 0) + 1
+        values = rows["loss"].astype(float)
+        axes.plot(
+            rows["step"],
+            values,
+            style,
+            color=_policy_colour(policy),
+            label=label,
+            linewidth=1.6,
+            marker="o" if len(rows) <= 30 else None,
+            markersize=3,
+        )
+    axes.set_xlabel("step")
+    axes.set_ylabel("training loss (nats per token)")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if len(labels) > 1:
+        axes.legend(frameon=False, fontsize=8, ncols=1 + len(labels) // 8)
+    return figure
+
+
+def timeline_figure(timeline: pd.DataFrame) -> Figure:
+    """One iteration, a track for each rank and stream, the prediction above the run.
+
+    `timeline`: `timelines.iteration_timeline`. Both share one time axis.
+    """
+    present = [side for side in SIDES if side in set(timeline["side"])]
+    tracks = {side: _tracks(timeline[timeline["side"] == side]) for side in present}
+    heights = [max(len(tracks[side]), 2) for side in present] or [2]
+    figure = Figure(figsize=(11.5, 1.2 + 0.27 * sum(heights)), layout="constrained", facecolor="white")
+    grid = figure.subplots(
+        len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
+    )
+    streams = sorted(set(timeline["stream"]))
+    colours = _stream_colours(streams)
+    longest = float(timeline["end_s"].max()) if len(timeline) else 1.0
+    scale, unit = (1e3, "ms") if longest < 10 else (1.0, "s")
+    for axes, side in zip(grid[:, 0], present, strict=False):
+        _style(axes)
+        _draw_tracks(axes, timeline[timeline["side"] == side], tracks[side], colours, scale, longest)
+        axes.set_title(side, loc="left", fontsize=10, fontweight="bold", color=_INK)
+    grid[-1, 0].set_xlabel(f"time since the start of the iteration ({unit})")
+    grid[-1, 0].set_xlim(0, longest * scale)
+    for stream in streams:
+        grid[0, 0].barh(0, 0, color=colours[stream], label=stream)
+    if streams:
+        figure.legend(loc="outside upper right", ncols=len(streams), frameon=False, fontsize=9)
+    return figure
+
+
+def sweep_figure(sweep: pd.DataFrame, *, x: str, y: str = "iteration_s") -> Figure:
+    """Iteration time of a multirun's successful runs.
+
+    Args:
+        sweep: Columns `x`, `series`, `policy`, `y`, `low_s`, `high_s`. A numeric `x` gives a line a series,
+            anything else a bar a run. Error bars are low to high over the guessed inputs.
+        x: The column on the horizontal axis, also its title.
+    """
+    figure, axes = _figure(7.6, 4.0)
+    numeric = pd.api.types.is_numeric_dtype(sweep[x])
+    errors = [
+        [max(m - low, 0.0) for m, low in zip(sweep[y], sweep["low_s"].fillna(sweep[y]), strict=True)],
+        [max(high - m, 0.0) for m, high in zip(sweep[y], sweep["high_s"].fillna(sweep[y]), strict=True)],
+    ]
+    frame = sweep.assign(down=errors[0], up=errors[1])
+    if numeric:
+        markers = ("o", "s", "^", "D", "v")
+        for i, series in enumerate(dict.fromkeys(frame["series"])):
+            rows = frame[frame["series"] == series].sort_values(x)
+            axes.errorbar(
+                rows[x],
+                rows[y],
+                yerr=[rows["down"], rows["up"]],
+                marker=markers[i % len(markers)],
+                color=_policy_colour(str(rows["policy"].iloc[0])),
+                label=str(series) or None,
+                capsize=3,
+            )
+        axes.set_xticks(sorted(set(frame[x])))
+        if any(frame["series"]):
+            axes.legend(frameon=False, fontsize=9)
+    else:
+        for position, row in enumerate(frame.to_dict("records")):
+            axes.bar(position, row[y], width=0.65, color=_policy_colour(str(row["policy"])))
+            axes.errorbar(
+                position, row[y], yerr=[[row["down"]], [row["up"]]], color=_INK, capsize=3, linewidth=1
+            )
+        longest = max((len(str(text)) for text in frame[x]), default=0)
+        turned = longest * len(frame) > 70
+        axes.set_xticks(
+            range(len(frame)),
+            [str(text) for text in frame[x]],
+            rotation=45 if turned else 0,
+            ha="right" if turned else "center",
+            fontsize=8 if turned else 10,
+        )
+    axes.set_xlabel(x)
+    axes.set_ylabel("time of one iteration (s)")
+    axes.set_ylim(bottom=0)
+    return figure
+
+
+def png(figure: Figure, *, dpi: int = 130) -> bytes:
+    """The figure as a PNG file; equal figures give equal bytes."""
+    buffer = io.BytesIO()
+    FigureCanvasAgg(figure)  # attaches itself
+    figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    _style(axes)
+    return figure, axes
+
+
+def _style(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#9aa5b1")
+    axes.tick_params(colors=_INK, labelsize=9)
+    axes.grid(axis="y", color=_GRID)
+    axes.set_axisbelow(True)
+
+
+def _policy_colour(policy: str) -> str:
+    return POLICY_COLOURS.get(policy, OTHER_COLOUR)
+
+
+def _bar(
+    axes: Axes, position: float, height: float, side: str, colour: str, spread: list[list[float]] | None
+) -> None:
+    """One bar with its value above; a prediction is hatched, a measurement solid."""
+    axes.bar(position, height, width=0.55, **_fill(side, colour))
+    top = height
+    if spread is not None:
+        axes.errorbar(position, height, yerr=spread, color=_INK, capsize=4, linewidth=1.2)
+        top += spread[1][0]
+    axes.annotate(
+        f"{height:.4g}", (position, top), (0, 4), textcoords="offset points", ha="center", fontsize=9
+    )
+
+
+def _fill(side: str, colour: str) -> dict[str, object]:
+    if side == "predicted":
+        return {"facecolor": "white", "edgecolor": colour, "hatch": "////", "linewidth": 1.2}
+    return {"facecolor": colour, "edgecolor": colour, "linewidth": 1.2}
+
+
+def _grouped(axes: Axes, frame: pd.DataFrame, by: str, order: Sequence[str], colour: str) -> None:
+    """Groups of bars, one bar a side; `frame` has columns side, `by`, amount."""
+    present = [side for side in SIDES if side in set(frame["side"])]
+    groups = [name for name in order if name in set(frame[by])]
+    width = 0.8 / max(len(present), 1)
+    for i, side in enumerate(present):
+        rows = frame[frame["side"] == side].set_index(by)["amount"]
+        for position, name in enumerate(groups):
+            if name not in rows.index:
+                continue
+            at = position + (i - (len(present) - 1) / 2) * width
+            height = float(rows[name])
+            axes.bar(at, height, width=width * 0.92, label=side if position == 0 else None, **_fill(side, colour))
+            axes.annotate(
+                f"{height:.3g}", (at, height), (0, 3), textcoords="offset points", ha="center", fontsize=8
+            )
+    axes.set_xticks(range(len(groups)), [_NAMES.get(name, name) for name in groups])
+    axes.margins(y=0.12)
+    axes.set_ylim(bottom=0)
+    if present:
+        axes.legend(frameon=False, fontsize=9)
+
+
+def _tracks(timeline: pd.DataFrame) -> list[tuple[int, str]]:
+    pairs = {(int(rank), str(stream)) for rank, stream in zip(timeline["rank"], timeline["stream"], strict=True)}
+    return sorted(pairs)
+
+
+def _stream_colours(streams: Sequence[str]) -> dict[str, str]:
+    spare = [stream for stream in streams if stream not in _STREAM_COLOURS]
+    return _STREAM_COLOURS | {s: _SPARE_COLOURS[i % len(_SPARE_COLOURS)] for i, s in enumerate(spare)}
+
+
+def _draw_tracks(
+    axes: Axes,
+    timeline: pd.DataFrame,
+    tracks: Sequence[tuple[int, str]],
+    colours: dict[str, str],
+    scale: float,
+    longest: float,
+) -> None:
+    row_of = {track: len(tracks) - 1 - i for i, track in enumerate(tracks)}
+    for span in timeline.itertuples():
+        height = max(0.84 - 0.24 * int(span.depth), 0.2)
+        start, length = float(span.start_s) * scale, (float(span.end_s) - float(span.start_s)) * scale
+        row = row_of[int(span.rank), str(span.stream)]
+        axes.broken_barh(
+            [(start, length)],
+            (row - height / 2, height),
+            facecolors=colours[str(span.stream)],
+            edgecolors="white",
+            linewidth=0.4,
+            alpha=1.0 if span.depth == 0 else 0.75,
+        )
+        # about 170 characters of this size fit across; a name that does not fit its bar is left out
+        if span.depth == 0 and len(str(span.name)) < 170 * (length / scale) / longest:
+            axes.text(
+                start + length / 2, row, str(span.name), ha="center", va="center", fontsize=6.5, color="white"
+            )
+    axes.set_yticks(range(len(tracks)), [f"rank {r}  {s}" for r, s in reversed(tracks)], fontsize=8)
+    axes.set_ylim(-0.6, len(tracks) - 0.4)
+    axes.grid(axis="x", color=_GRID)
+    axes.grid(visible=False, axis="y")

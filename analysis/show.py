@@ -1,0 +1,219 @@
+"""Tables for people: units chosen, numbers rounded, missing values said. Rendered as text here, as HTML in `page`."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from .parity import COMPARED
+from .tables import SIDES
+
+MISSING_TEXT = "-"
+MAX_ROWS = 32
+_STEPS = {
+    "s": ((1e-6, "µs"), (1e-3, "ms"), (1.0, "s")),
+    "byte": ((1.0, "B"), (1e3, "kB"), (1e6, "MB"), (1e9, "GB"), (1e12, "TB")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ShownTable:
+    """Text cells, ready to lay out. `columns` from `first_number` on are right-aligned."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    first_number: int
+    left_out: int = 0  # rows that only the CSV has
+    marked: frozenset[tuple[int, int]] = frozenset()  # (row, column) to point at
+
+
+def parity_shown(table: pd.DataFrame) -> ShownTable:
+    """metric, unit, predicted, measured, ratio, naive."""
+    rows = []
+    for row in table.to_dict("records"):
+        factor, unit = scale(str(row["unit"]), [row["predicted"], row["measured"]])
+        cells = [number(row[key], factor) for key in (*SIDES, "naive")]
+        rows.append((str(row["metric"]), unit, cells[0], cells[1], _ratio(row["ratio"]), cells[2]))
+    return ShownTable(("metric", "unit", *SIDES, "ratio", "naive: bytes / bandwidth"), tuple(rows), 2)
+
+
+def iteration_shown(table: pd.DataFrame) -> ShownTable:
+    """One row a side: n, mean, median, smallest and largest, range over guessed inputs."""
+    factor, unit = scale("s", _numbers(table[["mean", "p50", "min", "max", "low", "high"]].to_numpy().ravel()))
+    rows = [
+        (
+            str(row["side"]),
+            number(row["n"]),
+            *(number(row[key], factor) for key in ("mean", "p50", "min", "max", "low", "high")),
+        )
+        for row in table.to_dict("records")
+    ]
+    columns = ("", "n", *(f"{name} ({unit})" for name in ("mean", "median", "min", "max", "low", "high")))
+    return ShownTable(columns, tuple(rows), 1)
+
+
+def plain_shown(table: pd.DataFrame, units: dict[str, str], *, first_number: int) -> ShownTable:
+    """Any table with one unit a column; `units` maps a column to `s`, `byte` or `count`."""
+    shown = table.head(MAX_ROWS)
+    headers, cells = [], []
+    for column in table.columns:
+        name = str(column).removesuffix("_bytes").removesuffix("_s").replace("_", " ")
+        if column in units:
+            factor, unit = scale(units[column], _numbers(table[column]))
+            headers.append(name if units[column] == "count" else f"{name} ({unit})")
+            cells.append([number(item, factor) for item in shown[column]])
+        else:
+            headers.append(name)
+            cells.append([text(item) for item in shown[column]])
+    rows = tuple(zip(*cells, strict=True)) if len(shown) else ()
+    return ShownTable(tuple(headers), rows, first_number, left_out=len(table) - len(shown))
+
+
+def sides_shown(table: pd.DataFrame, by: str, unit: str, amount: str) -> ShownTable:
+    """Rows of `by`, a column a side, each row in its own unit. `table` has columns side, `by`, `amount`."""
+    present = [side for side in SIDES if side in set(table["side"])]
+    rows = []
+    for name in dict.fromkeys(table[by]):
+        of = table[table[by] == name].set_index("side")[amount]
+        amounts = [of.get(side) for side in present]
+        factor, label = scale(unit, _numbers(amounts))
+        rows.append((str(name).replace("_", " "), label, *(number(item, factor) for item in amounts)))
+    return ShownTable((by, "unit", *present), tuple(rows), 2)
+
+
+def other_shown(table: pd.DataFrame) -> ShownTable:
+    """quantity, unit, predicted, measured."""
+    rows = [
+        (str(row["quantity"]), str(row["unit"]), number(row["predicted"]), number(row["measured"]))
+        for row in table.to_dict("records")
+    ]
+    return ShownTable(("quantity", "unit", *SIDES), tuple(rows), 2)
+
+
+def difference_shown(difference: dict[str, object]) -> ShownTable:
+    """The two rows of `parity.first_difference`, differing cells marked."""
+    columns = difference["columns"]
+    assert isinstance(columns, list)
+    rows = []
+    for side, key in zip(SIDES, ("sim", "runtime"), strict=True):
+        row = difference[key]
+        cells = [str(row[c]) if isinstance(row, dict) else "no entry" for c in COMPARED]
+        rows.append((side, *cells))
+    marked = {(r, 1 + COMPARED.index(c)) for c in columns for r in range(2)}
+    headers = ("", *(c.replace("_", " ") for c in COMPARED))
+    return ShownTable(headers, tuple(rows), 8, marked=frozenset(marked))
+
+
+def sweep_shown(table: pd.DataFrame, keys: Sequence[str]) -> ShownTable:
+    """A row a run. Columns that no run fills are left out."""
+    times = [*table["iteration_s"], *table["low_s"], *table["high_s"], *table["predicted_s"]]
+    factor, unit = scale("s", _numbers(times))
+    byte_factor, byte_unit = scale("byte", _numbers(table["inter_node_bytes_per_node"]))
+    peak_factor, peak_unit = scale("byte", _numbers(table["peak_memory_bytes"]))
+    equal = {True: "equal", False: "DIFFER"}
+    columns: dict[str, list[str]] = {"run": [str(item) for item in table["run"]]}
+    columns |= {key: [str(item) for item in table[key]] for key in keys}
+    columns["status"] = [str(item) for item in table["status"]]
+    lead = len(columns)
+    columns[f"iteration ({unit})"] = [
+        _with_range(row, factor) for row in table[["iteration_s", "low_s", "high_s"]].to_dict("records")
+    ]
+    columns[f"predicted ({unit})"] = [number(item, factor) for item in table["predicted_s"]]
+    columns["predicted / measured"] = [_ratio(item) for item in table["ratio"]]
+    columns["ledgers"] = [
+        MISSING_TEXT if _absent(item) else equal[bool(item)] for item in table["ledger_equal"]
+    ]
+    columns["tokens/s"] = [number(item) for item in table["tokens_per_s"]]
+    columns["TFLOP/s per device"] = [number(item) for item in table["tflops_per_gpu"]]
+    columns[f"between nodes ({byte_unit} per node)"] = [
+        number(item, byte_factor) for item in table["inter_node_bytes_per_node"]
+    ]
+    columns[f"peak memory ({peak_unit})"] = [number(item, peak_factor) for item in table["peak_memory_bytes"]]
+    columns["speed-up"] = [_ratio(item) for item in table["speedup"]]
+    columns["error"] = [str(item) for item in table["error"]]
+    names = list(columns)
+    kept = [
+        name
+        for i, name in enumerate(names)
+        if i < lead or any(cell not in (MISSING_TEXT, "") for cell in columns[name])
+    ]
+    rows = tuple(zip(*(columns[name] for name in kept), strict=True))
+    return ShownTable(tuple(kept), rows, lead)
+
+
+def render_text(table: ShownTable, *, indent: str = "  ") -> str:
+    """The table in fixed-width text, one line a row; marked cells stand in asterisks."""
+    body = [
+        [f"*{cell}*" if (r, c) in table.marked else cell for c, cell in enumerate(row)]
+        for r, row in enumerate(table.rows)
+    ]
+    lines = [list(table.columns), *body]
+    widths = [max(len(line[c]) for line in lines) for c in range(len(table.columns))]
+
+    def laid_out(line: Sequence[str]) -> str:
+        cells = (
+            cell.rjust(width) if c >= table.first_number and table.columns[c] != "error" else cell.ljust(width)
+            for c, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        return (indent + "  ".join(cells)).rstrip()
+
+    text_lines = [laid_out(lines[0]), indent + "  ".join("-" * width for width in widths)]
+    text_lines += [laid_out(line) for line in body]
+    if table.left_out:
+        text_lines.append(f"{indent}... and {table.left_out} more rows in the CSV")
+    return "\n".join(text_lines) + "\n"
+
+
+def scale(unit: str, amounts: Iterable[float | None]) -> tuple[float, str]:
+    """What to divide by, and the unit's name then: the largest step not above the largest amount."""
+    steps = _STEPS.get(unit)
+    if steps is None:
+        return (0.01, "%") if unit == "fraction" else (1.0, "" if unit == "count" else unit)
+    largest = max((abs(amount) for amount in amounts if not _absent(amount)), default=0.0)
+    fitting = [step for step in steps if step[0] <= largest]
+    if largest == 0:
+        return 1.0, steps[-1][1] if unit == "s" else steps[0][1]
+    return fitting[-1] if fitting else steps[0]
+
+
+def number(amount: object, factor: float = 1.0) -> str:
+    """About four digits, or a dash where there is nothing."""
+    if _absent(amount):
+        return MISSING_TEXT
+    assert isinstance(amount, int | float)
+    scaled = float(amount) / factor
+    if scaled == int(scaled) and abs(scaled) < 1e6:
+        return f"{int(scaled):,}"
+    if abs(scaled) >= 1e9:
+        return f"{scaled:.4g}"
+    return f"{scaled:,.0f}" if abs(scaled) >= 1000 else f"{scaled:.4g}"
+
+
+def amount_text(unit: str, amount: float | None) -> str:
+    """An amount with its unit, as in a sentence."""
+    factor, label = scale(unit, [amount])
+    return f"{number(amount, factor)} {label}".rstrip()
+
+
+def text(item: object) -> str:
+    """A cell that is no number."""
+    return MISSING_TEXT if _absent(item) else str(item)
+
+
+def _ratio(amount: object) -> str:
+    return MISSING_TEXT if _absent(amount) else f"{amount:.3f}"
+
+
+def _with_range(row: dict[str, float], factor: float) -> str:
+    mean, low, high = row["iteration_s"], row["low_s"], row["high_s"]
+    if _absent(mean) or _absent(low) or _absent(high) or low == high:
+        return number(mean, factor)
+    return f"{number(mean, factor)} ({number(low, factor)}-{number(high, factor)})"
+
+
+def _numbers(items: Iterable[object]) -> list[float]:
+    return [float(item) for item in items if isinstance(item, int | float) and not _absent(item)]
+
+
+def _absent(item: object) -> bool:
+    return item is None or item != item  # NaN is not itself

@@ -1,0 +1,205 @@
+"""What a report says in words: what was run, was the prediction right, are the ledgers equal, what is missing."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .load import Run, Sweep
+from .parity import value
+from .record import Record
+from .show import amount_text
+from .tables import naive_s, policy_name, sides, sweep_table
+
+CLOSE = 0.10  # a prediction within a tenth counts as right
+
+_POLICIES = {
+    "ddp": "plain data parallelism",
+    "ps": "a parameter server",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+    "qwz": "ZeRO-3 with quantized weights (qwZ)",
+    "hpz": "ZeRO-3 with a copy of the weights in each node (hpZ)",
+    "qgz": "ZeRO-3 with quantized gradients (qgZ)",
+    "zeropp": "ZeRO++ (qwZ, hpZ and qgZ)",
+}
+
+
+def title(run: Run) -> str:
+    """A short heading, as `zeropp, gpt_tiny on local_2x2`."""
+    experiment = run.main.result.get("experiment") or {}
+    names = {group: (experiment.get(group) or {}).get("name") for group in ("comm", "model", "cluster")}
+    what = ", ".join(str(names[group]) for group in ("comm", "model") if names[group])
+    where = f" on {names['cluster']}" if names["cluster"] else ""
+    return (what + where) or run.folder.resolve().name
+
+
+def summary(run: Run, parity: Mapping[str, Any] | None) -> list[str]:
+    """The sentences on top, most important first."""
+    sentences = [describe(run.main.result)]
+    sentences += [_fate(side, record) for side, record in sides(run) if record.result.get("status") != "ok"]
+    sentences += run.notes
+    sentences.append(_times(run, parity))
+    if parity is not None:
+        sentences.append(ledger_sentence(parity))
+        sentences.append(replay_sentence(parity))
+    return [sentence for sentence in sentences if sentence]
+
+
+def describe(result: Mapping[str, Any]) -> str:
+    """What was run, from the resolved configuration."""
+    experiment = result.get("experiment") or {}
+    cluster, model = experiment.get("cluster") or {}, experiment.get("model") or {}
+    if not cluster and not model:
+        return "The record does not say what was run: its configuration is empty."
+    policy = policy_name(result)
+    policy_words = f"{_POLICIES.get(policy, 'the communication policy')} (comm={policy})" if policy else ""
+    words = [f"Training {model.get('name') or 'a model'}"]
+    if policy_words:
+        words.append(f"with {policy_words}")
+    nodes, devices = cluster.get("nodes"), cluster.get("devices_per_node")
+    if nodes and devices:
+        words.append(f"on {_many(nodes, 'node')} of {_many(devices, 'rank')}")
+    inter = cluster.get("inter_node") or {}
+    if nodes and nodes > 1 and inter.get("bandwidth_Bps"):
+        gigabits = float(inter["bandwidth_Bps"]) * 8 / 1e9
+        rate = f"{gigabits:g} Gbit/s" if gigabits >= 1 else f"{gigabits * 1e3:g} Mbit/s"
+        links = inter.get("links") or 1
+        words.append(f"with {rate} between nodes" if links == 1 else f"with {links} x {rate} from each node")
+    rest = [str(experiment[key]) for key in ("precision",) if experiment.get(key)]
+    rest += [_many(experiment["steps"], "step")] if experiment.get("steps") else []
+    rest += [f"seed {result['seed']}"] if result.get("seed") is not None else []
+    return " ".join(words) + (f" ({', '.join(rest)})" if rest else "") + "."
+
+
+def ledger_sentence(parity: Mapping[str, Any]) -> str:
+    """Whether both sides communicated alike."""
+    rows = parity["ledger_rows"]
+    if parity["ledger_equal"] is None:
+        return "The ledgers were not compared: a side failed."
+    if parity["ledger_equal"]:
+        if rows["runtime"] == 0:
+            return "Both ledgers are empty: nothing was communicated."
+        return (
+            f"The ledgers are equal: {rows['runtime']:,} collectives over all ranks, entry by entry, in every "
+            "column."
+        )
+    found = parity["first_difference"]["message"]
+    return f"The {found} ({rows['sim']:,} entries predicted, {rows['runtime']:,} executed)."
+
+
+def replay_sentence(parity: Mapping[str, Any]) -> str:
+    """Whether the policy answered alike."""
+    live = {True: "Both runs took the same decisions.", False: "The live runs took different decisions."}
+    replay = {
+        True: "Replaying the events through the policy gives the same actions.",
+        False: "Replaying the events through the policy gives OTHER actions.",
+        None: "The events were not replayed through the policy.",
+    }
+    decisions = live.get(parity["decisions_equal"], "")
+    return f"{decisions} {replay[parity['replay_equal']]}".strip()
+
+
+def warnings(run: Run, parity: Mapping[str, Any] | None) -> list[str]:
+    """All that a reader must know before trusting the figures, each once."""
+    found = [
+        f"{side}: {item}" for side, record in sides(run) for item in (record.result.get("warnings") or [])
+    ]
+    if run.void:
+        found.insert(0, f"The times are void: {run.void}.")
+    if parity is not None and parity["experiment_differences"]:
+        found.insert(
+            0,
+            "The two sides were configured differently (predicted / measured): "
+            + "; ".join(parity["experiment_differences"]),
+        )
+    return list(dict.fromkeys(found))
+
+
+def listed(run: Run, key: str) -> list[str]:
+    """`guessed_inputs` or `fitted_constants` of both sides, as text, each once."""
+    items = [item for _, record in sides(run) for item in (record.result.get(key) or [])]
+    return list(dict.fromkeys(_item(item) for item in items))
+
+
+def sweep_summary(sweep: Sweep) -> list[str]:
+    """How many runs, how many failed, the fastest."""
+    table = sweep_table(sweep)
+    counts = table["status"].value_counts()
+    states = ", ".join(f"{counts[state]} {state}" for state in ("ok", "oom", "failed", "no record") if state in counts)
+    sentences = [f"A multirun of {_many(len(table), 'run')}: {states}."]
+    timed = table[(table["status"] == "ok") & table["iteration_s"].notna()]
+    if len(timed):
+        best = timed.loc[timed["iteration_s"].astype(float).idxmin()]
+        run = next(run for run in sweep.runs if run.number == best["run"])
+        how = ", ".join(f"{key}={item}" for key, item in run.overrides.items())
+        sentences.append(
+            f"The fastest is run {run.number}{f' ({how})' if how else ''}: "
+            f"{amount_text('s', float(best['iteration_s']))} an iteration."
+        )
+    else:
+        sentences.append("No run gave an iteration time.")
+    first = next((run.main for run in sweep.runs if run.main is not None), None)
+    if first is not None:
+        sentences.append(f"The first: {describe(first)}")
+    differ = table[table["ledger_equal"] == False]  # noqa: E712 (a column of True, False and None)
+    if len(differ):
+        sentences.append(f"The ledgers differ in run {', '.join(differ['run'])}.")
+    return sentences
+
+
+def _times(run: Run, parity: Mapping[str, Any] | None) -> str:
+    predicted, measured = (
+        None if record is None else value(record, "iteration_s", "mean") for record in (run.sim, run.real)
+    )
+    if predicted is None and measured is None:
+        return f"There is no iteration time: {_why_untimed(run.main)}."
+    if measured is None:
+        why = "there was no real run" if run.real is None else _why_untimed(run.real)
+        return f"Predicted: {amount_text('s', predicted)} an iteration. Not measured: {why}."
+    assert run.real is not None
+    times = run.real.result["iteration_s"]
+    spread = f"mean of {times.get('n')}"
+    if times.get("min") is not None and times.get("max") is not None:
+        spread += f", {amount_text('s', times['min'])} to {amount_text('s', times['max'])}"
+    if predicted is None:
+        why = "there was no simulation" if run.sim is None else _why_untimed(run.sim)
+        return f"Measured: {amount_text('s', measured)} an iteration ({spread}). Not predicted: {why}."
+    off = predicted / measured - 1 if measured else 0.0
+    verdict = f"within {CLOSE:.0%}" if abs(off) <= CLOSE else f"NOT within {CLOSE:.0%}"
+    direction = "more" if off >= 0 else "less"
+    sentence = (
+        f"Predicted {amount_text('s', predicted)} an iteration, measured {amount_text('s', measured)} ({spread}): "
+        f"the prediction is {abs(off):.1%} {direction} than measured, {verdict}."
+    )
+    naive = naive_s(run.real)
+    if naive:
+        sentence += f" Bytes over bandwidth alone would say {amount_text('s', naive)}."
+    if parity is not None and parity["void"]:
+        sentence += " But the times are void: see the warnings."
+    return sentence
+
+
+def _fate(side: str, record: Record) -> str:
+    who = "simulation" if side == "predicted" else "real run"
+    error = str(record.result.get("error") or "no reason was recorded").rstrip(".")
+    if record.result.get("status") == "oom":
+        return f"The {who} says that this does not fit in memory: {error}."
+    return f"The {who} failed: {error}."
+
+
+def _why_untimed(record: Record) -> str:
+    if record.result.get("status") == "failed":
+        return "the run failed"
+    if not (record.result.get("iteration_s") or {}).get("n"):
+        return "no iteration was left after the warm-up (n = 0)"
+    return "the record gives none"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
+def _item(item: object) -> str:
+    if isinstance(item, Mapping):
+        return ", ".join(f"{key}: {part}" for key, part in item.items())
+    return str(item)

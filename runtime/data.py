@@ -1,0 +1,122 @@
+"""Tokens to train on: bytes of English text, or random ones. The order of sequences does not depend on the ranks.
+
+Imports no torch, so that a bad text file is an error before any process starts.
+"""
+
+import pydoc_data.topics
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..conf.schema import DataConf, ExperimentConf
+
+Tokens = npt.NDArray[np.int64]
+
+_NUM_BYTES: Final = 256
+_TRAIN, _VALIDATION = 0, 1  # keep the two streams of random numbers apart
+
+
+class Batches:
+    """The micro-batches of one rank.
+
+    A sequence is numbered over all steps: within a step micro-batch by micro-batch, within a micro-batch rank
+    by rank. Its tokens follow from its number and the seed alone, so that a step of the same global size
+    holds the same sequences on any number of ranks, and a resumed run goes on with the data it would have had.
+
+    Raises:
+        ValueError: The text cannot be read or is too short for one sequence, or the vocabulary has no
+            place for bytes.
+    """
+
+    def __init__(
+        self,
+        conf: DataConf,
+        *,
+        vocab: int,
+        sequence: int,
+        micro: int,
+        accumulation: int,
+        seed: int,
+        rank: int,
+        num_ranks: int,
+    ) -> None:
+        self._vocab, self._sequence, self._micro, self._seed = vocab, sequence, micro, seed
+        self._rank, self._num_ranks, self._accumulation = rank, num_ranks, accumulation
+        self._texts: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]] | None = None
+        if conf.name == "text":
+            self._texts = _split_text(conf, vocab=vocab, sequence=sequence)
+
+    def train(self, step: int, micro_batch: int) -> tuple[Tokens, Tokens]:
+        """Tokens and the tokens that follow them, both [micro, sequence]."""
+        first = ((step * self._accumulation + micro_batch) * self._num_ranks + self._rank) * self._micro
+        rows = np.stack([self._random_row(_TRAIN, first + i) for i in range(self._micro)])
+        return rows[:, :-1], rows[:, 1:]
+
+    def validation(self, batch: int) -> tuple[Tokens, Tokens]:
+        """As `train`; the same sequences at every validation.
+
+        Raises:
+            ValueError: There is no text kept for validation.
+        """
+        first = (batch * self._num_ranks + self._rank) * self._micro
+        rows = np.stack([self._random_row(_VALIDATION, first + i) for i in range(self._micro)])
+        return rows[:, :-1], rows[:, 1:]
+
+    def _random_row(self, stream: int, number: int) -> Tokens:
+        random = np.random.default_rng((self._seed, stream, number))
+        if self._texts is None:
+            return random.integers(0, self._vocab, self._sequence + 1)
+        text = self._texts[stream]
+        if len(text) <= self._sequence:
+            raise ValueError("data.validation_fraction leaves no text for a validation")
+        start = random.integers(0, len(text) - self._sequence)
+        return text[start : start + self._sequence + 1].astype(np.int64)
+
+
+def check_data(experiment: ExperimentConf, *, vocab: int, sequence: int) -> None:
+    """Read the text once, so that what is wrong with it is said before any process starts.
+
+    Raises:
+        ValueError: As `Batches`; or a validation is asked for and the text kept for it is too short.
+    """
+    conf = experiment.data
+    if conf.name != "text":
+        return
+    _, validation = _split_text(conf, vocab=vocab, sequence=sequence)
+    if experiment.train.eval_every and len(validation) <= sequence:
+        raise ValueError(
+            f"data.validation_fraction={conf.validation_fraction:g} keeps {len(validation)} bytes for "
+            f"train.eval_every={experiment.train.eval_every}: must be at least batch.sequence + 1 = "
+            f"{sequence + 1} bytes; raise it, or set train.eval_every=0"
+        )
+
+
+def _split_text(
+    conf: DataConf, *, vocab: int, sequence: int
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """(train, validation): the end of the text is kept for validation."""
+    if vocab < _NUM_BYTES:
+        raise ValueError(f"model.vocab={vocab}: must be at least {_NUM_BYTES}, for data=text is bytes")
+    text = np.frombuffer(_read_text(conf), np.uint8)
+    cut = len(text) - int(len(text) * conf.validation_fraction)
+    if cut <= sequence:
+        where = f"data.path={conf.path!r}" if conf.path else "data=text"
+        raise ValueError(
+            f"{where} has {cut} bytes to train on: must be at least batch.sequence + 1 = {sequence + 1}"
+        )
+    return text[:cut], text[cut:]
+
+
+def _read_text(conf: DataConf) -> bytes:
+    if conf.path is None:
+        topics = pydoc_data.topics.topics
+        return "\n".join(topics[name] for name in sorted(topics)).encode()
+    try:
+        text = Path(conf.path).read_bytes()
+    except OSError as err:
+        raise ValueError(f"data.path={conf.path!r}: cannot be read: {err.strerror}") from err
+    if not text:
+        raise ValueError(f"data.path={conf.path!r}: the file is empty")
+    return text

@@ -1,0 +1,353 @@
+"""Start the ranks of a local launch, watch them, and clean up whatever happens. Imports no torch.
+
+Ranks are plain processes with torchrun's environment and not children of torchrun: its agent imports torch
+before it starts the first rank, which on two cores is a quarter of a short launch, and it cannot start a rank
+inside a namespace. On a real cluster torchrun starts the same worker (`script`).
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ..analysis.record import RESULT, new_result, write_text
+from ..conf.schema import Backend, ClusterConf
+from .case import TRAIN, Case, finished_marker, write_launch
+from .cluster.local import LinkShape, LocalCluster
+from .failure import Cause, Heartbeat, clear_traces, find_cause, read_failures
+
+_POLL_S = 0.05
+_GRACE_S = 2.0  # for the others to say what they saw, once a rank has failed
+_PORT_IN_NODE = 29500  # a node of a shaped cluster is a namespace: no port in it is taken
+_TAIL_LINES = 40
+
+# Gradients and gathered weights come and go every layer: glibc would give their pages back to the kernel and
+# fault them in again, which costs a third of an iteration on two cores.
+_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**34),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOutcome:
+    """How a launch ended."""
+
+    status: str  # "ok" or "failed"
+    error: str | None = None
+    failed_rank: int | None = None
+    finished: tuple[str, ...] = ()  # names of the cases that were completed
+    backend: str = "none"  # of the local cluster
+    unshaped_reason: str = ""  # why links are not shaped
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.status == "ok" else 1
+
+
+def launch_local(
+    folder: Path,
+    *,
+    cluster: ClusterConf,
+    cases: Sequence[Case],
+    timeout_s: float | None = None,
+    git_commit: str = "",
+    show_progress: bool = True,
+) -> LaunchOutcome:
+    """Run `cases` on ranks of this machine and wait for them.
+
+    Each case writes its record; of a case that was not completed `result.json` says `failed` and why. Logs are
+    `rank<k>.log` in `folder`. Whatever ends this call, no process and no namespace is left.
+
+    Args:
+        folder: Of the launch; made if absent.
+        cluster: Nodes, ranks a node and the shape of the links. All cases must agree with it.
+        timeout_s: For the whole launch; None: no limit. A collective has its own, `train.timeout_s`.
+        git_commit: For the records.
+        show_progress: Pass on what rank 0 prints.
+    """
+    started = time.monotonic()
+    try:
+        write_launch(folder, cases, git_commit=git_commit)
+        clear_traces(folder)
+        for index, case in enumerate(cases):
+            finished_marker(folder, index).unlink(missing_ok=True)
+            (folder / case.folder).mkdir(parents=True, exist_ok=True)
+            (folder / case.folder / RESULT).unlink(missing_ok=True)
+    except OSError as err:
+        return _failed(f"the output folder {folder} cannot be written: {err.strerror or err}", started)
+    shape = LinkShape(
+        bandwidth_Bps=cluster.inter_node.node_Bps, latency_ns=cluster.inter_node.latency_ns
+    )
+    try:
+        nodes = LocalCluster(
+            nodes=cluster.nodes,
+            ranks_per_node=cluster.devices_per_node,
+            link=shape,
+            backend="auto" if cluster.shaped else "none",
+        )
+    except (ValueError, RuntimeError) as err:
+        return _failed(f"cluster={cluster.name}: {err}", started, folder, cases, git_commit)
+    reason = nodes.reason if cluster.shaped else ""
+    if reason:
+        _say(f"links are not shaped: {reason}")
+    try:
+        with nodes, _terminable():
+            cause = _Launch(folder, nodes, cluster, cases, show_progress).run(timeout_s)
+    except BaseException as err:
+        if isinstance(err, KeyboardInterrupt):
+            text = "interrupted"
+        else:
+            text = f"the launcher failed: {type(err).__name__}: {err}"
+        _write_failed(folder, cases, Cause(None, text), git_commit)
+        raise
+    told = {"backend": nodes.backend, "unshaped_reason": reason, "notes": nodes.notes}
+    if cause is not None:
+        return _failed(cause.error, started, folder, cases, git_commit, cause.rank, told)
+    return LaunchOutcome(
+        status="ok", finished=_finished(folder, cases), seconds=time.monotonic() - started, **told
+    )
+
+
+@dataclass(slots=True)
+class _Rank:
+    process: subprocess.Popen[bytes]
+    reader: threading.Thread
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
+
+
+class _Launch:
+    """The ranks of one launch."""
+
+    def __init__(
+        self,
+        folder: Path,
+        nodes: LocalCluster,
+        cluster: ClusterConf,
+        cases: Sequence[Case],
+        show_progress: bool,
+    ) -> None:
+        self._folder, self._nodes, self._cluster, self._cases = folder, nodes, cluster, cases
+        self._show_progress = show_progress
+        self._ranks: list[_Rank] = []
+
+    def run(self, timeout_s: float | None) -> Cause | None:
+        """Start all ranks and wait; None if all went well."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            self._start()
+            return self._watch(deadline, timeout_s)
+        finally:
+            self._kill()
+
+    def _start(self) -> None:
+        with contextlib.ExitStack() as stack:
+            listener: socket.socket | None = None
+            port = _PORT_IN_NODE
+            if self._nodes.backend == "none":
+                # Bound here and handed to rank 0: between a search for a free port and its use another run
+                # could take it.
+                listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128))
+                port = listener.getsockname()[1]
+            for rank in range(self._cluster.num_ranks):
+                self._start_rank(rank, port, listener)
+
+    def _start_rank(self, rank: int, port: int, listener: socket.socket | None) -> None:
+        per_node = self._cluster.devices_per_node
+        node = rank // per_node
+        environment = {key: value for key, value in os.environ.items() if not _is_stale(key)}
+        environment |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self._cluster.num_ranks),
+            "LOCAL_RANK": str(rank % per_node),
+            "LOCAL_WORLD_SIZE": str(per_node),
+            "MASTER_ADDR": self._nodes.address(0),
+            "MASTER_PORT": str(port),
+            "TWINBED_LAUNCHER_PID": str(os.getpid()),
+            "PYTHONSAFEPATH": "1",
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": self._nodes.interface,
+            **_MALLOC,
+        }
+        if self._cluster.backend is Backend.nccl:
+            environment["NCCL_SOCKET_IFNAME"] = self._nodes.interface
+        passed: tuple[int, ...] = ()
+        if rank == 0 and listener is not None:
+            passed = (listener.fileno(),)
+            environment["TWINBED_STORE_FD"] = str(listener.fileno())
+        process = subprocess.Popen(
+            [
+                *self._nodes.argv_prefix(node),
+                sys.executable,
+                "-m",
+                "twinbed.runtime.worker",
+                str(self._folder.resolve()),
+            ],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=passed,
+            start_new_session=True,  # the terminal's Ctrl-C is for the launcher, which then ends the ranks
+        )
+        tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        shown = rank == 0 and self._show_progress
+        reader = threading.Thread(
+            target=_copy_output, args=(process, self._folder / f"rank{rank}.log", tail, shown), daemon=True
+        )
+        self._ranks.append(_Rank(process, reader, tail))
+        reader.start()
+
+    def _watch(self, deadline: float | None, timeout_s: float | None) -> Cause | None:
+        failed_at: float | None = None
+        while True:
+            codes = {rank: r.process.poll() for rank, r in enumerate(self._ranks)}
+            running = [rank for rank, code in codes.items() if code is None]
+            if failed_at is None and any(codes.values()):
+                failed_at = time.monotonic()
+            if not running or (failed_at is not None and time.monotonic() > failed_at + _GRACE_S):
+                break
+            if deadline is not None and time.monotonic() > deadline:
+                return Cause(None, f"the launch took longer than timeout_s={timeout_s:g}")
+            time.sleep(_POLL_S)
+        ended = {rank: code for rank, code in codes.items() if code is not None}
+        missing = len(_finished(self._folder, self._cases)) < len(self._cases)
+        if failed_at is None and not missing:
+            return None
+        self._kill()
+        heartbeats = {rank: Heartbeat.read(self._folder, rank) for rank in codes}
+        last_lines = {rank: (r.tail[-1] if r.tail else "") for rank, r in enumerate(self._ranks)}
+        names = [case.name for case in self._cases]
+        failures = read_failures(self._folder)
+        cause = find_cause(failures, ended, heartbeats, names, last_lines, running)
+        if cause.rank and self._ranks[cause.rank].tail:  # what rank 0 said has been passed on already
+            _say(f"the last lines of rank {cause.rank}:\n" + "\n".join(self._ranks[cause.rank].tail))
+        return cause
+
+    def _kill(self) -> None:
+        """End what still runs, and wait for it; stopped processes too."""
+        for rank in self._ranks:
+            if rank.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(rank.process.pid, signal.SIGKILL)
+        for rank in self._ranks:
+            rank.process.wait()
+            rank.reader.join(timeout=1)
+
+
+def _copy_output(process: subprocess.Popen[bytes], log: Path, tail: deque[str], shown: bool) -> None:
+    """Keep a rank's output in its log and its last lines here; rank 0's is passed on. Ends with the rank."""
+    assert process.stdout is not None
+    with contextlib.ExitStack() as stack:
+        file = None
+        with contextlib.suppress(OSError):  # a full disk must not stop the ranks' output
+            file = stack.enter_context(log.open("wb", buffering=0))
+        rest = ""
+        while chunk := os.read(process.stdout.fileno(), 1 << 16):
+            with contextlib.suppress(OSError):
+                if file is not None:
+                    file.write(chunk)
+            text = chunk.decode(errors="replace")
+            if shown:
+                with contextlib.suppress(OSError, ValueError):
+                    sys.stderr.write(text)
+                    sys.stderr.flush()
+            *lines, rest = (rest + text).split("\n")
+            tail.extend(line.rpartition("\r")[2] for line in lines if line.strip())
+        if rest.strip():
+            tail.append(rest)
+        process.stdout.close()
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Make SIGTERM unwind the stack as Ctrl-C does; only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _is_stale(key: str) -> bool:
+    """Variables of a launch around this one, which would confuse the ranks."""
+    return key.startswith(("TORCHELASTIC_", "TWINBED_")) or key in ("GROUP_RANK", "ROLE_RANK", "PYTHONPATH")
+
+
+def _failed(
+    error: str,
+    started: float,
+    folder: Path | None = None,
+    cases: Sequence[Case] = (),
+    git_commit: str = "",
+    rank: int | None = None,
+    told: Mapping[str, Any] | None = None,
+) -> LaunchOutcome:
+    _say(error)
+    finished: tuple[str, ...] = ()
+    if folder is not None:
+        finished = _finished(folder, cases)
+        _write_failed(folder, cases, Cause(rank, error), git_commit)
+    return LaunchOutcome(
+        status="failed",
+        error=error,
+        failed_rank=rank,
+        finished=finished,
+        seconds=time.monotonic() - started,
+        **(told or {}),
+    )
+
+
+def _finished(folder: Path, cases: Sequence[Case]) -> tuple[str, ...]:
+    return tuple(case.name for index, case in enumerate(cases) if finished_marker(folder, index).exists())
+
+
+def _write_failed(folder: Path, cases: Sequence[Case], cause: Cause, git_commit: str) -> None:
+    for index, case in enumerate(cases):
+        if case.kind == TRAIN and not finished_marker(folder, index).exists():
+            try:
+                write_failed_result(folder / case.folder, case, cause, git_commit=git_commit)
+            except OSError as err:
+                _say(f"{err}")
+
+
+def write_failed_result(folder: Path, case: Case, cause: Cause, *, git_commit: str) -> None:
+    """A record that says no more than that the case failed, and why.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    result = new_result(
+        "runtime", case.experiment, seed=int(case.experiment.get("seed", 0)), git_commit=git_commit
+    )
+    result |= {"error": cause.error, "failed_rank": cause.rank, "warnings": list(case.warnings)}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / RESULT, json.dumps(result, indent=1, allow_nan=False) + "\n")
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"twinbed: {text}\n")
+        sys.stderr.flush()
