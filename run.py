@@ -1,7 +1,12 @@
 """The one entry point: `python run.py [overrides]`, installed as `twinbed`. Plain Hydra."""
 
+import json
+import subprocess
 import sys
+import time
+import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 # Run as a script, Python puts this folder first on the path, where `kernels/` would shadow the installed
 # package of that name. The project itself is imported as `twinbed`.
@@ -9,9 +14,22 @@ if __name__ == "__main__":
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).parent]
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from twinbed.analysis.parity import compare_records, write_parity
+from twinbed.analysis.record import RESULT, Record, new_result, read_record, write_record, write_text
+from twinbed.conf.compose import CONFIG_NAME, CONFIG_PATH, Composed, from_hydra, register_schema
+from twinbed.conf.schema import Launch, Target
+from twinbed.policies.comm import CommPolicy, build_comm, describe_action, parse_event
 
-from twinbed.conf.compose import CONFIG_NAME, CONFIG_PATH, register_schema
+if TYPE_CHECKING:
+    from twinbed.runtime.launcher import LaunchOutcome
+
+PROBE, CALIBRATION, TRAINING = "probe", "calibration", "runtime"
+TIMING = "timing.json"
+
+
+class ExperimentError(Exception):
+    """The experiment cannot be run, or has failed; the message is for the user."""
 
 
 @hydra.main(config_path=CONFIG_PATH, config_name=CONFIG_NAME, version_base="1.3")
@@ -19,13 +37,11 @@ def _hydra_main(config: DictConfig) -> None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from twinbed.experiment import ExperimentError, run_experiment
-
-    runtime = HydraConfig.get()
+    job = HydraConfig.get()
     try:
-        run_experiment(config, Path(runtime.runtime.output_dir))
+        run_experiment(config, Path(job.runtime.output_dir))
     except ExperimentError as err:
-        if runtime.mode is RunMode.MULTIRUN:
+        if job.mode is RunMode.MULTIRUN:
             raise  # Hydra goes on with the other points only after an exception
         sys.stderr.write(f"twinbed: {err}\n")
         sys.exit(1)
@@ -35,6 +51,220 @@ def main() -> None:
     """The command `twinbed`."""
     register_schema()
     _hydra_main()
+
+
+def run_experiment(config: DictConfig, folder: Path) -> None:
+    """Run one composed config and write its record, or its records, into `folder`.
+
+    Raises:
+        ExperimentError: If anything is wrong; `result.json` says `failed` and why, where it can be written.
+    """
+    try:
+        composed = from_hydra(config)
+        cluster = composed.experiment.cluster
+        policy, warnings = build_comm(
+            composed.experiment.comm,
+            num_ranks=cluster.num_ranks,
+            ranks_per_node=cluster.devices_per_node,
+        )
+    except ValueError as err:
+        plain = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
+        assert isinstance(plain, dict)
+        _write_failed(folder, {str(k): v for k, v in plain.items()}, str(err))
+        raise ExperimentError(str(err)) from err
+    warnings = (*composed.warnings, *warnings)
+    for warning in warnings:
+        sys.stderr.write(f"twinbed: warning: {warning}\n")
+    try:
+        _carry_out(composed, policy, warnings, folder)
+    except OSError as err:
+        raise ExperimentError(f"output folder {folder}: {err.strerror or err}") from err
+    except ExperimentError as err:
+        if not (folder / RESULT).exists():
+            _write_failed(folder, composed.resolved, str(err))
+        raise
+    except Exception as err:
+        _write_failed(folder, composed.resolved, f"{type(err).__name__}: {err}")
+        sys.stderr.write(traceback.format_exc())
+        raise ExperimentError(f"{type(err).__name__}: {err}") from err
+
+
+def _carry_out(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...], folder: Path) -> None:
+    target, launch = composed.experiment.target, composed.experiment.launch
+    if target is not Target.sim and launch is not Launch.local:
+        from twinbed.runtime.script import write_script
+
+        if target is Target.both:
+            write_simulation(composed, policy, warnings, folder / "sim")
+        script = write_script(folder, composed, warnings, git_commit=git_commit())
+        sys.stdout.write(f"start the run with: {script}\n")
+        if target is Target.both:
+            sys.stdout.write(f"then compare: twinbed-report --compare {folder / 'sim'} {folder / TRAINING}\n")
+    elif target is Target.sim:
+        record = write_simulation(composed, policy, warnings, folder)
+        sys.stdout.write(f"{summary(record)}\nrecord: {folder}\n")
+    elif target is Target.runtime:
+        outcome = _launch(composed, folder, (_training_case(composed, warnings, "."),))
+        sys.stdout.write(f"{summary(read_record(folder))}\nrecord: {folder}\n")
+        _raise_if_failed(outcome)
+    else:
+        _run_both(composed, policy, warnings, folder)
+
+
+def write_simulation(
+    composed: Composed, policy: CommPolicy, warnings: tuple[str, ...], folder: Path
+) -> Record:
+    """Simulate and write the record; the simulator's own wall-clock time goes to timing.json."""
+    from twinbed.sim.simulate import simulate
+
+    started = time.perf_counter()
+    record = simulate(
+        composed.experiment,
+        spec=composed.spec,
+        policy=policy,
+        resolved=composed.resolved,
+        git_commit=git_commit(),
+    )
+    elapsed_s = time.perf_counter() - started
+    record.result["warnings"] = [*warnings, *record.result["warnings"]]
+    write_record(folder, record)
+    write_text(folder / TIMING, json.dumps({"simulate_s": elapsed_s}) + "\n")
+    return record
+
+
+def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...], folder: Path) -> None:
+    """Measure this cluster's constants, train, predict from the constants, and compare.
+
+    One launch does all three, because constants wander between launches. The prediction uses the probe and
+    an iteration of the same model without communication; nothing is fitted on the run that it predicts.
+    """
+    from twinbed.runtime.case import CALIBRATE, Case
+    from twinbed.runtime.machine import BusyWatch
+    from twinbed.sim.constants import with_constants
+
+    cases = (
+        Case(
+            name=PROBE,
+            folder=PROBE,
+            experiment=composed.resolved,
+            kind="twinbed.runtime.probe:probe_case",
+        ),
+        Case(name=CALIBRATION, folder=CALIBRATION, experiment=composed.resolved, kind=CALIBRATE),
+        _training_case(composed, warnings, TRAINING),
+    )
+    watch = BusyWatch()
+    outcome = _launch(composed, folder, cases)
+    void = watch.reason()
+    real = read_record(folder / TRAINING)
+    if outcome.status != "ok":
+        _write_failed(
+            folder / "sim", composed.resolved, "not predicted: the launch that measures constants failed"
+        )
+    else:
+        measured = json.loads((folder / PROBE / "probe.json").read_text(encoding="utf-8"))
+        compute = json.loads((folder / CALIBRATION / "calibration.json").read_text(encoding="utf-8"))
+        predicted = with_constants(composed, measured, compute)
+        write_simulation(predicted, policy, warnings, folder / "sim")
+    sim = read_record(folder / "sim")
+    parity = compare_records(
+        sim, real, replay_equal=replays(policy, sim) and replays(policy, real), void=void
+    )
+    write_parity(folder, parity)
+    sys.stdout.write(f"{summary(sim)}\n{summary(real)}\n{_verdict(parity)}\nrecord: {folder}\n")
+    _raise_if_failed(outcome)
+    if parity["status"] != "ok":
+        raise ExperimentError("; ".join(parity["reasons"]))
+
+
+def replays(policy: CommPolicy, record: Record) -> bool:
+    """Whether the record's events, put to the policy again, give the actions that were taken."""
+    return all(
+        describe_action(policy.decide(parse_event(decision.event))) == decision.action
+        for decision in record.decisions
+    )
+
+
+def summary(record: Record) -> str:
+    """One line on a run."""
+    result = record.result
+    name = {"sim": "simulated", "runtime": "measured"}[result["target"]]
+    policy = result["experiment"].get("comm", {}).get("name", "?")
+    if result["status"] == "failed":
+        return f"{name} {policy}: failed: {result['error']}"
+    stats = result["iteration_s"]
+    if stats["mean"] is None:
+        return f"{name} {policy}: {result['status']}, no iteration after the warm-up"
+    text = (
+        f"{name} {policy}: {stats['p50'] * 1e3:.1f} ms an iteration (median of {stats['n']}), "
+        f"{result['comm']['inter_node_bytes'] / 1e6:.2f} MB between nodes per rank"
+    )
+    return text if result["status"] == "ok" else f"{text}; {result['status']}: {result['error']}"
+
+
+def _verdict(parity: dict[str, Any]) -> str:
+    words = {True: "equal", False: "DIFFERENT", None: "not compared"}
+    ratio = parity["iteration_s_ratio"]
+    told = f"ledgers: {words[parity['ledger_equal']]}; replayed decisions: {words[parity['replay_equal']]}"
+    if ratio is not None:
+        told += f"; predicted / measured iteration time: {ratio:.3f}"
+    if parity.get("void"):
+        told += f" (void: {parity['void_reason']})"
+    return told
+
+
+def _training_case(composed: Composed, warnings: tuple[str, ...], folder: str) -> Any:
+    from twinbed.runtime.case import Case
+
+    return Case(name=TRAINING, folder=folder, experiment=composed.resolved, warnings=warnings)
+
+
+def _launch(
+    composed: Composed, warnings: tuple[str, ...], folder: Path, cases: tuple[Any, ...]
+) -> "LaunchOutcome":
+    from twinbed.kernels.native import prepare
+    from twinbed.runtime.data import check_data
+    from twinbed.runtime.launcher import launch_local
+
+    try:
+        check_data(composed.experiment)
+    except ValueError as err:
+        raise ExperimentError(str(err)) from err
+    prepare()  # compiled once here, and not by every rank at its first step
+    return launch_local(folder, cluster=composed.experiment.cluster, cases=cases, git_commit=git_commit())
+
+
+def _raise_if_failed(outcome: "LaunchOutcome") -> None:
+    if outcome.status != "ok":
+        raise ExperimentError(outcome.error or "the launch failed")
+
+
+def _write_failed(folder: Path, experiment: dict[str, Any], error: str) -> None:
+    """Leave a `failed` record; where not even that can be written, the message on stderr has to do."""
+    target = experiment.get("target")
+    result = new_result(
+        str(target), experiment, seed=int(experiment.get("seed") or 0), git_commit=git_commit()
+    )
+    result["error"] = error
+    try:
+        write_record(folder, Record(result))
+    except OSError as err:
+        sys.stderr.write(f"twinbed: {err.strerror}\n")
+
+
+def git_commit() -> str:
+    """The project's commit, or empty where it is not a checkout."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -293,7 +293,7 @@ def _terminable() -> Iterator[None]:
 
 def _is_stale(key: str) -> bool:
     """Variables of a launch around this one, which would confuse the ranks."""
-    return key.startswith(("TORCHELASTIC_", "TWINBED_")) or key in ("GROUP_RANK", "ROLE_RANK", "PYTHONPATH")
+    return key.startswith(("TORCHELASTIC_", "TWINBED_")) or key in ("GROUP_RANK", "ROLE_RANK")
 
 
 def _failed(

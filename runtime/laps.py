@@ -1,0 +1,165 @@
+"""Where an iteration's time goes: consecutive laps, each named after the unit that was at work.
+
+Nothing is left out between two laps, so that the laps of an iteration add up to it. A lap holds all that was done
+for its unit on this thread: its own computation, and FSDP's copies and collectives for it.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    def lap(self, name: str) -> None:
+        """The time since the last lap belongs to `name`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lap:
+    name: str  # "forward/root", "forward/block.0", "backward/block.0", "step", ...
+    start_ns: int
+    end_ns: int
+
+
+class Laps:
+    """A stopwatch on the clock that the ledger's spans use.
+
+    Args:
+        synchronize: Waits for the device before the watch is read, where work runs asynchronously.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
+        self._synchronize = synchronize
+        self._last_ns: int | None = None
+        self.laps: list[Lap] = []
+
+    def start(self) -> int:
+        """Begin to measure; returns the time."""
+        self._last_ns = self._now_ns()
+        return self._last_ns
+
+    def lap(self, name: str) -> None:
+        if self._last_ns is None:  # between iterations, as in a validation
+            return
+        now = self._now_ns()
+        self.laps.append(Lap(name, self._last_ns, now))
+        self._last_ns = now
+
+    def stop(self, name: str) -> int:
+        """The last lap of an iteration; returns the time."""
+        self.lap(name)
+        assert self._last_ns is not None, "stop without start"
+        end_ns, self._last_ns = self._last_ns, None
+        return end_ns
+
+    def _now_ns(self) -> int:
+        if self._synchronize is not None:
+            self._synchronize()
+        return time.monotonic_ns()
+
+
+class _Boundary(torch.autograd.Function):
+    """Ends a lap when the activations pass forward, and another when their gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, clock: Clock, forward: str, backward: str) -> torch.Tensor:
+        ctx.clock, ctx.name = clock, backward
+        clock.lap(forward)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.clock.lap(ctx.name)
+        return gradients[0], None, None, None
+
+
+def boundary(x: torch.Tensor, clock: Clock | None, *, forward: str, backward: str) -> torch.Tensor:
+    """Mark a border between two units.
+
+    Args:
+        x: The activations that cross it.
+        forward: The lap that ends when they do.
+        backward: The lap that ends when their gradient does.
+    """
+    if clock is None:
+        return x
+    marked: torch.Tensor = _Boundary.apply(x, clock, forward, backward)
+    return marked
+
+
+class Pace:
+    """Stretches a unit's computation to a calibrated length: the device that the CPU stands for.
+
+    The real mathematics is done within that time; what is left of it is slept away. If the CPU is slower than
+    the pace, its own time stands.
+    """
+
+    def __init__(self, forward_ns: int, *, recompute: bool) -> None:
+        self.forward_ns = forward_ns
+        self.backward_ns = (3 if recompute else 2) * forward_ns
+        self._forward_ends_ns = self._backward_ends_ns = 0
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """At the unit's input."""
+        entered: torch.Tensor = _Enter.apply(x, self)
+        return entered
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """At the unit's output."""
+        left: torch.Tensor = _Leave.apply(x, self)
+        return left
+
+    def forward_begins(self) -> None:
+        self._forward_ends_ns = time.monotonic_ns() + self.forward_ns
+
+    def forward_ends(self) -> None:
+        _sleep_until(self._forward_ends_ns)
+
+    def backward_begins(self) -> None:
+        self._backward_ends_ns = time.monotonic_ns() + self.backward_ns
+
+    def backward_ends(self) -> None:
+        _sleep_until(self._backward_ends_ns)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, pace: Pace) -> torch.Tensor:
+        ctx.pace = pace
+        pace.forward_begins()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.pace.backward_ends()
+        return gradients[0], None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, pace: Pace) -> torch.Tensor:
+        ctx.pace = pace
+        pace.forward_ends()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.pace.backward_begins()
+        return gradients[0], None
+
+
+def _sleep_until(end_ns: int) -> None:
+    left_ns = end_ns - time.monotonic_ns()
+    if left_ns > 0:
+        time.sleep(left_ns / 1e9)
+
+
+def totals_ns(laps: Sequence[Lap]) -> dict[str, int]:
+    """Time of all laps of one name, in the order in which names first appear."""
+    totals: dict[str, int] = {}
+    for lap in laps:
+        totals[lap.name] = totals.get(lap.name, 0) + lap.end_ns - lap.start_ns
+    return totals

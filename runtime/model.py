@@ -1,0 +1,132 @@
+"""A GPT in plain torch: the model that the runtime trains, with the parameters that `conf.model_spec` counts.
+
+Shapes: B sequences, T tokens, D hidden, H heads, K key heads, E head size, V vocabulary.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ..conf.model_flop import block_matmuls, root_matmuls
+from ..conf.model_spec import ModelSpec
+from .laps import Clock, Pace, boundary
+
+
+class GPT(nn.Module):
+    """Returns the loss, so that the head and the cross-entropy lie within the root unit.
+
+    Embedding and position, blocks that normalize before attention and MLP, a last norm, a head. Weights are
+    the same for one seed on every rank and under every layout.
+
+    Args:
+        spec: Of family "gpt".
+        seed: Of the initial weights.
+        recompute: Every block repeats its forward in backward. The checkpoint lies outside the block's module, and
+            so outside FSDP's hooks: gathers keep their number and order.
+
+    Raises:
+        ValueError: The spec is of another family.
+    """
+
+    clock: Clock | None = None  # told when computation passes from unit to unit
+
+    def __init__(self, spec: ModelSpec, *, seed: int, recompute: bool = False) -> None:
+        super().__init__()
+        if spec.family != "gpt":
+            raise ValueError(f"model.family={spec.family!r}: the runtime trains family 'gpt' only")
+        self.spec, self.recompute = spec, recompute
+        self.embedding = nn.Embedding(spec.vocab, spec.hidden)
+        self.position = nn.Embedding(spec.sequence, spec.hidden)
+        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
+        self.norm = nn.LayerNorm(spec.hidden)
+        if not spec.tied_embeddings:
+            self.head = nn.Linear(spec.hidden, spec.vocab, bias=False)
+        self._pace: Pace | None = None
+        self._init_weights(seed)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per token, fp32."""
+        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        x_BTD = self.embedding(tokens_BT) + self.position(positions_T)
+        border, last = "root", len(self.blocks) - 1
+        for i, block in enumerate(self.blocks):
+            x_BTD = boundary(
+                x_BTD, self.clock, forward=f"forward/{border}", backward=f"backward/block.{i}"
+            )
+            if self.recompute and torch.is_grad_enabled():
+                x_BTD = checkpoint(block, x_BTD, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_BTD = block(x_BTD)
+            border = f"block.{i}"
+        x_BTD = boundary(x_BTD, self.clock, forward=f"forward/block.{last}", backward="backward/root")
+        if self._pace is not None:
+            x_BTD = self._pace.enter(x_BTD)
+        head_VD = self.embedding.weight if self.spec.tied_embeddings else self.head.weight
+        logits_BTV = F.linear(self.norm(x_BTD), head_VD)
+        loss = F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
+        return loss if self._pace is None else self._pace.leave(loss)
+
+    def units(self) -> Mapping[str, nn.Module]:
+        """The modules whose weights move together, as `conf.model_spec.parameters` names them."""
+        return {"root": self} | {f"block.{i}": block for i, block in enumerate(self.blocks)}
+
+    def emulate(self, flop_per_s: float, *, sequence: int, micro: int) -> None:
+        """Make every unit take the time that its matmuls take at this rate (backward: twice that)."""
+        block = sum(product.flop for product in block_matmuls(self.spec, sequence=sequence, micro=micro))
+        root = sum(product.flop for product in root_matmuls(self.spec, sequence=sequence, micro=micro))
+        self._pace = Pace(round(root / flop_per_s * 1e9), recompute=False)
+        for each in self.blocks:
+            assert isinstance(each, Block)
+            each.pace = Pace(round(block / flop_per_s * 1e9), recompute=self.recompute)
+
+    @torch.no_grad()
+    def _init_weights(self, seed: int) -> None:
+        """GPT-2's: normal with deviation 0.02; what is added to the residual 1 / sqrt(2 layers) of that."""
+        random = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                residual = name.endswith(("proj.weight", "fc2.weight"))
+                deviation = 0.02 / math.sqrt(2 * self.spec.layers) if residual else 0.02
+                parameter.normal_(0.0, deviation, generator=random)
+
+
+class Block(nn.Module):
+    """x + attention(norm1(x)), then x + mlp(norm2(x))."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.num_heads, self.num_key_heads, self.head_size = spec.heads, spec.kv_heads, spec.head_dim
+        hidden = spec.hidden
+        self.norm1 = nn.LayerNorm(hidden)
+        self.qkv = nn.Linear(hidden, hidden + 2 * spec.kv_heads * spec.head_dim)
+        self.proj = nn.Linear(hidden, hidden)
+        self.norm2 = nn.LayerNorm(hidden)
+        self.fc1 = nn.Linear(hidden, spec.ffn)
+        self.fc2 = nn.Linear(spec.ffn, hidden)
+        self.pace: Pace | None = None
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        if self.pace is not None:
+            x_BTD = self.pace.enter(x_BTD)
+        x_BTD = x_BTD + self.proj(self._attention(self.qkv(self.norm1(x_BTD))))
+        x_BTD = x_BTD + self.fc2(F.gelu(self.fc1(self.norm2(x_BTD))))
+        return x_BTD if self.pace is None else self.pace.leave(x_BTD)
+
+    def _attention(self, qkv_BTX: Tensor) -> Tensor:
+        heads, keys, size = self.num_heads, self.num_key_heads, self.head_size
+        q_BTX, k_BTX, v_BTX = qkv_BTX.split([heads * size, keys * size, keys * size], dim=-1)
+        q_BHTE = q_BTX.unflatten(-1, (heads, size)).transpose(1, 2)
+        k_BKTE = k_BTX.unflatten(-1, (keys, size)).transpose(1, 2)
+        v_BKTE = v_BTX.unflatten(-1, (keys, size)).transpose(1, 2)
+        mixed_BHTE = F.scaled_dot_product_attention(
+            q_BHTE, k_BKTE, v_BKTE, is_causal=True, enable_gqa=keys != heads
+        )
+        return mixed_BHTE.transpose(1, 2).flatten(2)
