@@ -1,14 +1,16 @@
-"""Figures of a report: one pure function each, DataFrame -> Figure. The Agg canvas, no pyplot, no global state."""
+"""Figures of a report: one pure function each, DataFrame -> Figure. Agg, no pyplot, no global state."""
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from .tables import MEMORY, SIDES
+from .tables import MEMORY, SIDES, records
 
 # One colour for each policy, in every figure of the project.
 POLICY_COLOURS = {
@@ -45,17 +47,18 @@ def iteration_figure(times: pd.DataFrame, *, policy: str, naive_s: float | None)
         times: `tables.iteration_table`. Bars are means, error bars minimum to maximum of the n iterations of
             a run, low to high over guessed inputs of a prediction.
     """
-    figure, axes = _figure(6.2, 3.4)
+    figure, axes = _figure(5.0, 3.1)
     labels, position = [], 0
-    for row in times.itertuples():
-        if pd.isna(row.mean):
+    for row in records(times):
+        mean, side = row["mean"], str(row["side"])
+        if pd.isna(mean):
             continue
-        low, high = (row.min, row.max) if row.side == "measured" else (row.low, row.high)
+        low, high = (row["min"], row["max"]) if side == "measured" else (row["low"], row["high"])
         spread = None
         if not pd.isna(low) and not pd.isna(high):
-            spread = [[max(row.mean - low, 0.0)], [max(high - row.mean, 0.0)]]
-        _bar(axes, position, float(row.mean), str(row.side), _policy_colour(policy), spread)
-        labels.append(f"{row.side}\n(n = {int(row.n)})" if row.side == "measured" else str(row.side))
+            spread = [[max(mean - low, 0.0)], [max(high - mean, 0.0)]]
+        _bar(axes, position, float(mean), side, _policy_colour(policy), spread)
+        labels.append(f"{side}\n(n = {int(row['n'])})" if side == "measured" else side)
         position += 1
     if naive_s is not None and position:
         _bar(axes, position, naive_s, "naive", "#c9ced6", None)
@@ -70,7 +73,7 @@ def iteration_figure(times: pd.DataFrame, *, policy: str, naive_s: float | None)
 
 def volume_figure(volumes: pd.DataFrame, *, policy: str) -> Figure:
     """Bytes of one rank in one iteration by kind; `volumes`: `tables.volume_table`."""
-    figure, axes = _figure(7.2, 3.4)
+    figure, axes = _figure(5.8, 3.2)
     scaled = volumes.assign(amount=volumes["bytes"] / 1e6)
     _grouped(axes, scaled, "volume", ("payload", "wire", "inter_node", "intra_node"), _policy_colour(policy))
     axes.set_ylabel("MB per rank and iteration")
@@ -78,8 +81,8 @@ def volume_figure(volumes: pd.DataFrame, *, policy: str) -> Figure:
 
 
 def phase_figure(phases: pd.DataFrame, *, policy: str) -> Figure:
-    """Seconds of an iteration in each phase; they overlap and do not add up. `phases`: `tables.phase_table`."""
-    figure, axes = _figure(7.2, 3.4)
+    """Seconds of an iteration in each phase (they overlap); `phases`: `tables.phase_table`."""
+    figure, axes = _figure(5.8, 3.2)
     scaled = phases.rename(columns={"seconds": "amount"})
     order = ("compute", "comm_exposed", "comm_total", "quantize", "idle")
     _grouped(axes, scaled, "phase", order, _policy_colour(policy))
@@ -89,7 +92,7 @@ def phase_figure(phases: pd.DataFrame, *, policy: str) -> Figure:
 
 def memory_figure(memory: pd.DataFrame) -> Figure:
     """Memory of the fullest rank by class, stacked, and the peak; `memory`: `tables.memory_table`."""
-    figure, axes = _figure(7.2, 2.6)
+    figure, axes = _figure(5.8, 2.4)
     present = [side for side in SIDES if side in set(memory["side"])]
     largest = float(memory["bytes"].max()) if len(memory) else 0.0
     scale, unit = (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
@@ -116,7 +119,16 @@ def memory_figure(memory: pd.DataFrame) -> Figure:
     axes.grid(axis="x", color=_GRID)
     axes.grid(visible=False, axis="y")
     if labelled:
-        figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)
+        handles, labels = axes.get_legend_handles_labels()
+        pairs = sorted(zip(labels, handles, strict=True), key=lambda pair: pair[0] == "peak")
+        figure.legend(
+            [handle for _, handle in pairs],
+            [label for label, _ in pairs],
+            loc="outside upper center",
+            ncols=4,
+            frameon=False,
+            fontsize=8,
+        )
     return figure
 
 
@@ -125,7 +137,7 @@ def loss_figure(losses: pd.DataFrame) -> Figure:
 
     Runs of one policy (several seeds, say) share its colour and differ in line style.
     """
-    figure, axes = _figure(7.2, 3.6)
+    figure, axes = _figure(5.8, 3.4)
     styles = ("-", "--", ":", "-.")
     seen: dict[str, int] = {}
     labels = list(dict.fromkeys(losses["label"]))
@@ -147,7 +159,7 @@ def loss_figure(losses: pd.DataFrame) -> Figure:
         )
     axes.set_xlabel("step")
     axes.set_ylabel("training loss (nats per token)")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if len(labels) > 1:
         axes.legend(frameon=False, fontsize=8, ncols=1 + len(labels) // 8)
     return figure
@@ -187,10 +199,10 @@ def sweep_figure(sweep: pd.DataFrame, *, x: str, y: str = "iteration_s") -> Figu
 
     Args:
         sweep: Columns `x`, `series`, `policy`, `y`, `low_s`, `high_s`. A numeric `x` gives a line a series,
-            anything else a bar a run. Error bars are low to high over the guessed inputs.
+            anything else a bar a run. Error bars go from low to high.
         x: The column on the horizontal axis, also its title.
     """
-    figure, axes = _figure(7.6, 4.0)
+    figure, axes = _figure(6.2, 3.8)
     numeric = pd.api.types.is_numeric_dtype(sweep[x])
     errors = [
         [max(m - low, 0.0) for m, low in zip(sweep[y], sweep["low_s"].fillna(sweep[y]), strict=True)],
@@ -204,7 +216,7 @@ def sweep_figure(sweep: pd.DataFrame, *, x: str, y: str = "iteration_s") -> Figu
             axes.errorbar(
                 rows[x],
                 rows[y],
-                yerr=[rows["down"], rows["up"]],
+                yerr=[rows["down"], rows["up"]] if (rows["down"] + rows["up"]).any() else None,
                 marker=markers[i % len(markers)],
                 color=_policy_colour(str(rows["policy"].iloc[0])),
                 label=str(series) or None,
@@ -214,11 +226,11 @@ def sweep_figure(sweep: pd.DataFrame, *, x: str, y: str = "iteration_s") -> Figu
         if any(frame["series"]):
             axes.legend(frameon=False, fontsize=9)
     else:
-        for position, row in enumerate(frame.to_dict("records")):
+        for position, row in enumerate(records(frame)):
             axes.bar(position, row[y], width=0.65, color=_policy_colour(str(row["policy"])))
-            axes.errorbar(
-                position, row[y], yerr=[[row["down"]], [row["up"]]], color=_INK, capsize=3, linewidth=1
-            )
+            if row["down"] or row["up"]:
+                spread = [[row["down"]], [row["up"]]]
+                axes.errorbar(position, row[y], yerr=spread, color=_INK, capsize=3, linewidth=1)
         longest = max((len(str(text)) for text in frame[x]), default=0)
         turned = longest * len(frame) > 70
         axes.set_xticks(
@@ -275,7 +287,7 @@ def _bar(
     )
 
 
-def _fill(side: str, colour: str) -> dict[str, object]:
+def _fill(side: str, colour: str) -> dict[str, Any]:
     if side == "predicted":
         return {"facecolor": "white", "edgecolor": colour, "hatch": "////", "linewidth": 1.2}
     return {"facecolor": colour, "edgecolor": colour, "linewidth": 1.2}
@@ -293,7 +305,8 @@ def _grouped(axes: Axes, frame: pd.DataFrame, by: str, order: Sequence[str], col
                 continue
             at = position + (i - (len(present) - 1) / 2) * width
             height = float(rows[name])
-            axes.bar(at, height, width=width * 0.92, label=side if position == 0 else None, **_fill(side, colour))
+            label = side if position == 0 else None
+            axes.bar(at, height, width=width * 0.92, label=label, **_fill(side, colour))
             axes.annotate(
                 f"{height:.3g}", (at, height), (0, 3), textcoords="offset points", ha="center", fontsize=8
             )
@@ -305,7 +318,7 @@ def _grouped(axes: Axes, frame: pd.DataFrame, by: str, order: Sequence[str], col
 
 
 def _tracks(timeline: pd.DataFrame) -> list[tuple[int, str]]:
-    pairs = {(int(rank), str(stream)) for rank, stream in zip(timeline["rank"], timeline["stream"], strict=True)}
+    pairs = {(int(row["rank"]), str(row["stream"])) for row in records(timeline)}
     return sorted(pairs)
 
 
@@ -323,23 +336,22 @@ def _draw_tracks(
     longest: float,
 ) -> None:
     row_of = {track: len(tracks) - 1 - i for i, track in enumerate(tracks)}
-    for span in timeline.itertuples():
-        height = max(0.84 - 0.24 * int(span.depth), 0.2)
-        start, length = float(span.start_s) * scale, (float(span.end_s) - float(span.start_s)) * scale
-        row = row_of[int(span.rank), str(span.stream)]
+    for span in records(timeline):
+        height = max(0.84 - 0.24 * span["depth"], 0.2)
+        start, length = span["start_s"] * scale, (span["end_s"] - span["start_s"]) * scale
+        row = row_of[span["rank"], span["stream"]]
         axes.broken_barh(
             [(start, length)],
             (row - height / 2, height),
-            facecolors=colours[str(span.stream)],
+            facecolors=colours[span["stream"]],
             edgecolors="white",
             linewidth=0.4,
-            alpha=1.0 if span.depth == 0 else 0.75,
+            alpha=1.0 if span["depth"] == 0 else 0.75,
         )
         # about 170 characters of this size fit across; a name that does not fit its bar is left out
-        if span.depth == 0 and len(str(span.name)) < 170 * (length / scale) / longest:
-            axes.text(
-                start + length / 2, row, str(span.name), ha="center", va="center", fontsize=6.5, color="white"
-            )
+        if span["depth"] == 0 and len(span["name"]) < 170 * (length / scale) / longest:
+            middle = start + length / 2
+            axes.text(middle, row, span["name"], ha="center", va="center", fontsize=6.5, color="white")
     axes.set_yticks(range(len(tracks)), [f"rank {r}  {s}" for r, s in reversed(tracks)], fontsize=8)
     axes.set_ylim(-0.6, len(tracks) - 0.4)
     axes.grid(axis="x", color=_GRID)

@@ -1,12 +1,13 @@
-"""Tables for people: units chosen, numbers rounded, missing values said. Rendered as text here, as HTML in `page`."""
+"""Tables for people: units chosen, numbers rounded, missing values said; and their rendering as text."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
 from .parity import COMPARED
-from .tables import SIDES
+from .tables import SIDES, records
 
 MISSING_TEXT = "-"
 MAX_ROWS = 32
@@ -30,23 +31,22 @@ class ShownTable:
 def parity_shown(table: pd.DataFrame) -> ShownTable:
     """metric, unit, predicted, measured, ratio, naive."""
     rows = []
-    for row in table.to_dict("records"):
+    for row in records(table):
         factor, unit = scale(str(row["unit"]), [row["predicted"], row["measured"]])
         cells = [number(row[key], factor) for key in (*SIDES, "naive")]
         rows.append((str(row["metric"]), unit, cells[0], cells[1], _ratio(row["ratio"]), cells[2]))
-    return ShownTable(("metric", "unit", *SIDES, "ratio", "naive: bytes / bandwidth"), tuple(rows), 2)
+    return _without_empty(
+        ShownTable(("metric", "unit", *SIDES, "ratio", "naive: bytes / bandwidth"), tuple(rows), 2)
+    )
 
 
 def iteration_shown(table: pd.DataFrame) -> ShownTable:
     """One row a side: n, mean, median, smallest and largest, range over guessed inputs."""
-    factor, unit = scale("s", _numbers(table[["mean", "p50", "min", "max", "low", "high"]].to_numpy().ravel()))
+    keys = ("mean", "p50", "min", "max", "low", "high")
+    factor, unit = scale("s", _numbers(item for key in keys for item in table[key]))
     rows = [
-        (
-            str(row["side"]),
-            number(row["n"]),
-            *(number(row[key], factor) for key in ("mean", "p50", "min", "max", "low", "high")),
-        )
-        for row in table.to_dict("records")
+        (str(row["side"]), number(row["n"]), *(number(row[key], factor) for key in keys))
+        for row in records(table)
     ]
     columns = ("", "n", *(f"{name} ({unit})" for name in ("mean", "median", "min", "max", "low", "high")))
     return ShownTable(columns, tuple(rows), 1)
@@ -73,35 +73,32 @@ def sides_shown(table: pd.DataFrame, by: str, unit: str, amount: str) -> ShownTa
     """Rows of `by`, a column a side, each row in its own unit. `table` has columns side, `by`, `amount`."""
     present = [side for side in SIDES if side in set(table["side"])]
     rows = []
-    for name in dict.fromkeys(table[by]):
+    names = list(dict.fromkeys(table[by]))
+    for name in names[:MAX_ROWS]:
         of = table[table[by] == name].set_index("side")[amount]
         amounts = [of.get(side) for side in present]
         factor, label = scale(unit, _numbers(amounts))
         rows.append((str(name).replace("_", " "), label, *(number(item, factor) for item in amounts)))
-    return ShownTable((by, "unit", *present), tuple(rows), 2)
+    return ShownTable((by, "unit", *present), tuple(rows), 2, left_out=max(len(names) - MAX_ROWS, 0))
 
 
 def other_shown(table: pd.DataFrame) -> ShownTable:
     """quantity, unit, predicted, measured."""
     rows = [
         (str(row["quantity"]), str(row["unit"]), number(row["predicted"]), number(row["measured"]))
-        for row in table.to_dict("records")
+        for row in records(table)
     ]
-    return ShownTable(("quantity", "unit", *SIDES), tuple(rows), 2)
+    return _without_empty(ShownTable(("quantity", "unit", *SIDES), tuple(rows), 2))
 
 
-def difference_shown(difference: dict[str, object]) -> ShownTable:
-    """The two rows of `parity.first_difference`, differing cells marked."""
-    columns = difference["columns"]
-    assert isinstance(columns, list)
+def difference_shown(difference: Mapping[str, Any]) -> ShownTable:
+    """The two rows of `parity.first_difference` side by side, a line for each column, differing ones marked."""
     rows = []
-    for side, key in zip(SIDES, ("sim", "runtime"), strict=True):
-        row = difference[key]
-        cells = [str(row[c]) if isinstance(row, dict) else "no entry" for c in COMPARED]
-        rows.append((side, *cells))
-    marked = {(r, 1 + COMPARED.index(c)) for c in columns for r in range(2)}
-    headers = ("", *(c.replace("_", " ") for c in COMPARED))
-    return ShownTable(headers, tuple(rows), 8, marked=frozenset(marked))
+    for column in COMPARED:
+        pair = (difference[side] for side in ("sim", "runtime"))
+        rows.append((column.replace("_", " "), *(str(row[column]) if row else "no entry" for row in pair)))
+    marked = {(COMPARED.index(column), c) for column in difference["columns"] for c in (1, 2)}
+    return ShownTable(("column", *SIDES), tuple(rows), 1, marked=frozenset(marked))
 
 
 def sweep_shown(table: pd.DataFrame, keys: Sequence[str]) -> ShownTable:
@@ -115,9 +112,7 @@ def sweep_shown(table: pd.DataFrame, keys: Sequence[str]) -> ShownTable:
     columns |= {key: [str(item) for item in table[key]] for key in keys}
     columns["status"] = [str(item) for item in table["status"]]
     lead = len(columns)
-    columns[f"iteration ({unit})"] = [
-        _with_range(row, factor) for row in table[["iteration_s", "low_s", "high_s"]].to_dict("records")
-    ]
+    columns[f"iteration ({unit})"] = [_with_range(row, factor) for row in records(table)]
     columns[f"predicted ({unit})"] = [number(item, factor) for item in table["predicted_s"]]
     columns["predicted / measured"] = [_ratio(item) for item in table["ratio"]]
     columns["ledgers"] = [
@@ -130,15 +125,7 @@ def sweep_shown(table: pd.DataFrame, keys: Sequence[str]) -> ShownTable:
     ]
     columns[f"peak memory ({peak_unit})"] = [number(item, peak_factor) for item in table["peak_memory_bytes"]]
     columns["speed-up"] = [_ratio(item) for item in table["speedup"]]
-    columns["error"] = [str(item) for item in table["error"]]
-    names = list(columns)
-    kept = [
-        name
-        for i, name in enumerate(names)
-        if i < lead or any(cell not in (MISSING_TEXT, "") for cell in columns[name])
-    ]
-    rows = tuple(zip(*(columns[name] for name in kept), strict=True))
-    return ShownTable(tuple(kept), rows, lead)
+    return _without_empty(ShownTable(tuple(columns), tuple(zip(*columns.values(), strict=True)), lead))
 
 
 def render_text(table: ShownTable, *, indent: str = "  ") -> str:
@@ -152,7 +139,9 @@ def render_text(table: ShownTable, *, indent: str = "  ") -> str:
 
     def laid_out(line: Sequence[str]) -> str:
         cells = (
-            cell.rjust(width) if c >= table.first_number and table.columns[c] != "error" else cell.ljust(width)
+            cell.rjust(width)
+            if c >= table.first_number and table.columns[c] != "error"
+            else cell.ljust(width)
             for c, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         return (indent + "  ".join(cells)).rstrip()
@@ -169,7 +158,7 @@ def scale(unit: str, amounts: Iterable[float | None]) -> tuple[float, str]:
     steps = _STEPS.get(unit)
     if steps is None:
         return (0.01, "%") if unit == "fraction" else (1.0, "" if unit == "count" else unit)
-    largest = max((abs(amount) for amount in amounts if not _absent(amount)), default=0.0)
+    largest = max((abs(amount) for amount in amounts if amount is not None and amount == amount), default=0.0)
     fitting = [step for step in steps if step[0] <= largest]
     if largest == 0:
         return 1.0, steps[-1][1] if unit == "s" else steps[0][1]
@@ -200,11 +189,22 @@ def text(item: object) -> str:
     return MISSING_TEXT if _absent(item) else str(item)
 
 
+def _without_empty(table: ShownTable) -> ShownTable:
+    """Without the number columns that no row fills."""
+    kept = [
+        c
+        for c in range(len(table.columns))
+        if c < table.first_number or any(row[c] not in (MISSING_TEXT, "") for row in table.rows)
+    ]
+    rows = tuple(tuple(row[c] for c in kept) for row in table.rows)
+    return ShownTable(tuple(table.columns[c] for c in kept), rows, table.first_number)
+
+
 def _ratio(amount: object) -> str:
     return MISSING_TEXT if _absent(amount) else f"{amount:.3f}"
 
 
-def _with_range(row: dict[str, float], factor: float) -> str:
+def _with_range(row: dict[str, Any], factor: float) -> str:
     mean, low, high = row["iteration_s"], row["low_s"], row["high_s"]
     if _absent(mean) or _absent(low) or _absent(high) or low == high:
         return number(mean, factor)

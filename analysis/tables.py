@@ -43,7 +43,7 @@ def sides(run: Run) -> list[tuple[str, Record]]:
 
 def parity_table(run: Run) -> pd.DataFrame:
     """metric, unit, predicted, measured, ratio (predicted / measured), naive (seconds; see `naive_s`)."""
-    naive = naive_s(run.main)
+    naive = naive_s(run)
     rows = []
     for metric, unit, group, key in _PARITY_ROWS:
         predicted, measured = (
@@ -109,9 +109,10 @@ def volume_table(run: Run) -> pd.DataFrame:
 
 
 def rank_bytes_table(run: Run) -> pd.DataFrame:
-    """side, rank, ranks, payload_bytes, wire_bytes, inter_node_bytes, collectives: per iteration, from ledgers.
+    """side, rank, ranks, payload_bytes, wire_bytes, inter_node_bytes, collectives, each per iteration.
 
-    Validation is left out. A folded prediction has one row for each class of `ranks` ranks.
+    Summed from the ledgers, validation left out. A folded prediction has one row for each class of `ranks`
+    ranks.
     """
     columns = ["payload_bytes", "wire_bytes", "inter_node_bytes", "collectives"]
     rows = []
@@ -162,7 +163,7 @@ def operation_table(run: Run) -> pd.DataFrame:
 
 
 def memory_table(run: Run) -> pd.DataFrame:
-    """side, class, bytes: the fullest rank; `peak` is the largest sum at one time, not the sum of the rows."""
+    """side, class, bytes: the fullest rank; `peak` is the largest sum at one time, not that of the rows."""
     rows = [
         {"side": side, "class": name, "bytes": value(record, "memory_bytes", name)}
         for side, record in sides(run)
@@ -172,7 +173,7 @@ def memory_table(run: Run) -> pd.DataFrame:
 
 
 def loss_table(runs: Sequence[tuple[str, str, Sequence[float | None]]]) -> pd.DataFrame:
-    """label, policy, step, loss. `runs`: (label, policy, losses from step 0); a null loss is a skipped step."""
+    """label, policy, step, loss. `runs`: (label, policy, losses from step 0); null: a skipped step."""
     rows = [
         {"label": label, "policy": policy, "step": step, "loss": loss}
         for label, policy, losses in runs
@@ -206,8 +207,9 @@ def other_table(run: Run) -> pd.DataFrame:
 def sweep_table(sweep: Sweep) -> pd.DataFrame:
     """A row a run: its number, the swept overrides, status, error, times, rates, bytes, speed-up.
 
-    `iteration_s` is measured where there is a real run, else predicted; `speedup` is the first successful
-    run's iteration time over this one's. `inter_node_bytes_per_node` is per iteration, mean over nodes.
+    `iteration_s` is measured where there is a real run, else predicted; `low_s` and `high_s` are its smallest
+    and largest iteration, or the range over the guessed inputs. `speedup` is the first successful run's
+    iteration time over this one's. `inter_node_bytes_per_node` is per iteration, mean over nodes.
     """
     keys = swept_keys(sweep)
     rows: list[dict[str, Any]] = []
@@ -225,15 +227,15 @@ def sweep_table(sweep: Sweep) -> pd.DataFrame:
             | {
                 "status": _sweep_status(run),
                 "iteration_s": mean,
-                "low_s": times.get("low") if mean is not None else None,
-                "high_s": times.get("high") if mean is not None else None,
+                "low_s": times.get("min" if run.real else "low") if mean is not None else None,
+                "high_s": times.get("max" if run.real else "high") if mean is not None else None,
                 "predicted_s": predicted if both else None,
                 "ratio": ratio(predicted, mean) if both else None,
                 "ledger_equal": (run.parity or {}).get("ledger_equal") if both else None,
                 "tokens_per_s": result.get("tokens_per_s"),
                 "tflops_per_gpu": result.get("tflops_per_gpu"),
                 "inter_node_bytes_per_node": _per_node(result) if mean is not None else None,
-                "peak_memory_bytes": (result.get("memory_bytes") or {}).get("peak"),
+                "peak_memory_bytes": (result.get("memory_bytes") or {}).get("peak") or None,
                 "speedup": ratio(first, mean),
                 "error": _sweep_error(run),
             }
@@ -253,16 +255,26 @@ def policy_name(result: Mapping[str, Any]) -> str:
     return str(((result.get("experiment") or {}).get("comm") or {}).get("name") or "")
 
 
-def naive_s(record: Record) -> float | None:
+def naive_s(run: Run) -> float | None:
     """What bytes over bandwidth would predict: the busiest node's inter-node bytes of one iteration over
-    `inter_node.links * inter_node.bandwidth_Bps`. No latency, no compute, no sharing. None where unknown.
+    `inter_node.links * inter_node.bandwidth_Bps`. No latency, no compute, no sharing.
+
+    From the real run's ledger where there is one, else the prediction's. None where unknown.
     """
-    node_bytes = _node_bytes(record)
-    inter = ((record.result.get("experiment") or {}).get("cluster") or {}).get("inter_node") or {}
-    links, bandwidth = inter.get("links"), inter.get("bandwidth_Bps")
-    if not node_bytes or not links or not bandwidth:
-        return None
-    return max(node_bytes.values()) / (float(links) * float(bandwidth))
+    for record in (run.real, run.sim):
+        if record is None:
+            continue
+        node_bytes = _node_bytes(record)
+        inter = ((record.result.get("experiment") or {}).get("cluster") or {}).get("inter_node") or {}
+        links, bandwidth = inter.get("links"), inter.get("bandwidth_Bps")
+        if node_bytes and links and bandwidth:
+            return max(node_bytes.values()) / (float(links) * float(bandwidth))
+    return None
+
+
+def records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows as dicts by column name; a missing number is NaN."""
+    return [{str(key): item for key, item in row.items()} for row in table.to_dict("records")]
 
 
 def _rank_sums(record: Record) -> tuple[dict[int, tuple[int, list[int]]], int]:
@@ -315,7 +327,9 @@ def _sweep_error(run: SweptRun) -> str:
 
 def _at(record: Record, group: str, key: str) -> float | None:
     if group:
-        return value(record, group, key)
+        found = value(record, group, key)
+        # a run that stopped early leaves the zeros of an empty result
+        return None if not found and record.result.get("status") != "ok" else found
     found = record.result.get(key)
     return float(found) if isinstance(found, int | float) else None
 

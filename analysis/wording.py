@@ -1,4 +1,4 @@
-"""What a report says in words: what was run, was the prediction right, are the ledgers equal, what is missing."""
+"""What a report says in words: what was run, was the prediction right, what is missing."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from .load import Run, Sweep
 from .parity import value
 from .record import Record
 from .show import amount_text
-from .tables import naive_s, policy_name, sides, sweep_table
+from .tables import naive_s, policy_name, records, sides, sweep_table, swept_keys
 
 CLOSE = 0.10  # a prediction within a tenth counts as right
 
@@ -20,7 +20,7 @@ _POLICIES = {
     "qwz": "ZeRO-3 with quantized weights (qwZ)",
     "hpz": "ZeRO-3 with a copy of the weights in each node (hpZ)",
     "qgz": "ZeRO-3 with quantized gradients (qgZ)",
-    "zeropp": "ZeRO++ (qwZ, hpZ and qgZ)",
+    "zeropp": "ZeRO++",
 }
 
 
@@ -80,8 +80,8 @@ def ledger_sentence(parity: Mapping[str, Any]) -> str:
         if rows["runtime"] == 0:
             return "Both ledgers are empty: nothing was communicated."
         return (
-            f"The ledgers are equal: {rows['runtime']:,} collectives over all ranks, entry by entry, in every "
-            "column."
+            f"The ledgers are equal: {rows['runtime']:,} collectives over all ranks, entry by entry, "
+            "in every column."
         )
     found = parity["first_difference"]["message"]
     return f"The {found} ({rows['sim']:,} entries predicted, {rows['runtime']:,} executed)."
@@ -90,6 +90,8 @@ def ledger_sentence(parity: Mapping[str, Any]) -> str:
 def replay_sentence(parity: Mapping[str, Any]) -> str:
     """Whether the policy answered alike."""
     live = {True: "Both runs took the same decisions.", False: "The live runs took different decisions."}
+    if not any(parity["num_decisions"].values()):
+        return "No decisions were logged."
     replay = {
         True: "Replaying the events through the policy gives the same actions.",
         False: "Replaying the events through the policy gives OTHER actions.",
@@ -125,11 +127,12 @@ def sweep_summary(sweep: Sweep) -> list[str]:
     """How many runs, how many failed, the fastest."""
     table = sweep_table(sweep)
     counts = table["status"].value_counts()
-    states = ", ".join(f"{counts[state]} {state}" for state in ("ok", "oom", "failed", "no record") if state in counts)
+    kinds = ("ok", "oom", "failed", "no record")
+    states = ", ".join(f"{counts[kind]} {kind}" for kind in kinds if kind in counts)
     sentences = [f"A multirun of {_many(len(table), 'run')}: {states}."]
-    timed = table[(table["status"] == "ok") & table["iteration_s"].notna()]
-    if len(timed):
-        best = timed.loc[timed["iteration_s"].astype(float).idxmin()]
+    timed = records(table[(table["status"] == "ok") & table["iteration_s"].notna()])
+    if timed:
+        best = min(timed, key=lambda row: float(row["iteration_s"]))
         run = next(run for run in sweep.runs if run.number == best["run"])
         how = ", ".join(f"{key}={item}" for key, item in run.overrides.items())
         sentences.append(
@@ -141,10 +144,21 @@ def sweep_summary(sweep: Sweep) -> list[str]:
     first = next((run.main for run in sweep.runs if run.main is not None), None)
     if first is not None:
         sentences.append(f"The first: {describe(first)}")
-    differ = table[table["ledger_equal"] == False]  # noqa: E712 (a column of True, False and None)
-    if len(differ):
-        sentences.append(f"The ledgers differ in run {', '.join(differ['run'])}.")
+    differ = [str(row["run"]) for row in records(table) if row["ledger_equal"] is False]
+    if differ:
+        sentences.append(f"The ledgers differ in run {', '.join(differ)}.")
     return sentences
+
+
+def sweep_failures(sweep: Sweep) -> list[str]:
+    """Each run that gave no good result, with what was swept and its error."""
+    found = []
+    for row, run in zip(records(sweep_table(sweep)), sweep.runs, strict=True):
+        if row["status"] != "ok":
+            how = ", ".join(f"{key}={run.overrides.get(key, '')}" for key in swept_keys(sweep))
+            reason = row["error"] or "no reason was recorded"
+            found.append(f"run {run.number}{f' ({how})' if how else ''}, {row['status']}: {reason}")
+    return found
 
 
 def _times(run: Run, parity: Mapping[str, Any] | None) -> str:
@@ -168,10 +182,10 @@ def _times(run: Run, parity: Mapping[str, Any] | None) -> str:
     verdict = f"within {CLOSE:.0%}" if abs(off) <= CLOSE else f"NOT within {CLOSE:.0%}"
     direction = "more" if off >= 0 else "less"
     sentence = (
-        f"Predicted {amount_text('s', predicted)} an iteration, measured {amount_text('s', measured)} ({spread}): "
-        f"the prediction is {abs(off):.1%} {direction} than measured, {verdict}."
+        f"Predicted {amount_text('s', predicted)} an iteration, measured {amount_text('s', measured)} "
+        f"({spread}): the prediction is {abs(off):.1%} {direction} than measured, {verdict}."
     )
-    naive = naive_s(run.real)
+    naive = naive_s(run)
     if naive:
         sentence += f" Bytes over bandwidth alone would say {amount_text('s', naive)}."
     if parity is not None and parity["void"]:

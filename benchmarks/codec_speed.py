@@ -1,6 +1,6 @@
 """Speed of the kernels on one core: bytes read and written per second, beside a copy in the same run.
 
-Run: python benchmarks/kernels.py
+Run: python benchmarks/codec_speed.py
 """
 
 from __future__ import annotations

@@ -73,11 +73,6 @@ class MetricsWriter:
                 if key != "step" and value is not None:
                     self._board.add_scalar(key, float(value), metrics.step)
 
-    def rewrite(self, rows: Sequence[StepMetrics]) -> None:
-        """Put the figures of all ranks in the place of rank 0's, once they are known."""
-        if self._active:
-            write_text(self._folder / METRICS, _HEADER + "".join(map(_line, rows)))
-
     def __enter__(self) -> Self:
         return self
 
@@ -89,6 +84,11 @@ class MetricsWriter:
             self._file.close()
             if self._board is not None:
                 self._board.close()
+
+
+def write_metrics(folder: Path, rows: Sequence[StepMetrics]) -> None:
+    """Put the figures of all ranks in the place of rank 0's, once they are known."""
+    write_text(folder / METRICS, _HEADER + "".join(map(_line, rows)))
 
 
 _HEADER = ",".join(f.name for f in fields(StepMetrics)) + "\n"

@@ -1,0 +1,130 @@
+"""How long each unit computes when nothing is communicated: what the simulator replays."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ..analysis.record import write_text
+from ..conf.compose import load_experiment
+from ..conf.schema import ExperimentConf
+from .case import Case
+from .laps import Lap, totals_ns
+from .trainer import Trainer
+from .worker import WorkerContext
+
+CALIBRATION = "calibration.json"
+_WARMUP, _ITERATIONS = 3, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Means over ranks that all compute at once.
+
+    Attributes:
+        compute_ns: "forward/root", "forward/block.0", ..., "backward/root", ...: of one micro-batch; "step":
+            of one optimizer step (data, clipping, optimizer). FSDP's own copies are in them.
+        iteration_ns: The same iterations by the clock, start to end.
+        micro_batches: Of a step.
+        spread: (slowest - fastest) / mean of the iterations that were used.
+    """
+
+    compute_ns: dict[str, int]
+    iteration_ns: int
+    micro_batches: int
+    spread: float
+
+    @property
+    def sum_ns(self) -> int:
+        """An iteration put together from its parts."""
+        once = self.compute_ns.get("step", 0)
+        return once + self.micro_batches * (sum(self.compute_ns.values()) - once)
+
+
+def run_calibration(case: Case, context: WorkerContext) -> None:
+    """Calibrate and write `calibration.json` (rank 0)."""
+    experiment = load_experiment(case.experiment)
+    found = calibrate(
+        experiment,
+        context,
+        warmup=int(case.options.get("warmup", _WARMUP)),
+        iterations=int(case.options.get("iterations", _ITERATIONS)),
+    )
+    if context.rank == 0:
+        text = json.dumps(asdict(found), indent=1) + "\n"
+        write_text(context.case_folder(case) / CALIBRATION, text)
+
+
+def read_calibration(folder: Path) -> Calibration:
+    """What `run_calibration` wrote.
+
+    Raises:
+        ValueError: There is none, or it is broken.
+    """
+    try:
+        return Calibration(**json.loads((folder / CALIBRATION).read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError) as err:
+        raise ValueError(f"{folder / CALIBRATION} cannot be read: {err}") from err
+
+
+def calibrate(
+    experiment: ExperimentConf, context: WorkerContext, *, warmup: int, iterations: int
+) -> Calibration:
+    """Run some steps of the same engine with an interpreter that sends nothing; call it on all ranks.
+
+    All ranks start each iteration together, so that they compete for the cores as in a real one. Of the
+    iterations the half whose total time is nearest the middle counts, and parts are means over it: they add up
+    to the iteration, which medians of parts would not.
+
+    Args:
+        warmup: Iterations before the first that counts.
+        iterations: That are measured.
+    """
+    trainer = Trainer(experiment, context, communicate=False)
+    try:
+        for number in range(warmup + iterations):
+            dist.barrier()
+            context.beat(number)
+            trainer.step(trainer.first_step + number)
+        laps, steps_ns = trainer.laps.laps, trainer.progress.steps_ns
+    finally:
+        trainer.close()
+    k = experiment.batch.accumulation
+    own = _middle_half(laps, steps_ns[warmup:], micro_batches=k)
+    gathered: list[Any] = [None] * context.num_ranks
+    dist.all_gather_object(gathered, own)
+    return _mean(gathered, micro_batches=k)
+
+
+def _middle_half(
+    laps: Sequence[Lap], steps_ns: Sequence[tuple[int, int]], *, micro_batches: int
+) -> tuple[dict[str, float], float, float]:
+    """(parts of a micro-batch and "step", iteration, spread), nanoseconds."""
+    ranked = sorted(steps_ns, key=lambda step: step[1] - step[0])
+    quarter = len(ranked) // 4
+    kept = ranked[quarter : len(ranked) - quarter]
+    parts: dict[str, float] = {}
+    for start, end in kept:
+        inside = [lap for lap in laps if lap.start_ns >= start and lap.end_ns <= end]
+        for name, total in totals_ns(inside).items():
+            share = total if name == "step" else total / micro_batches
+            parts[name] = parts.get(name, 0.0) + share / len(kept)
+    lengths = [end - start for start, end in kept]
+    mean = sum(lengths) / len(lengths)
+    return parts, mean, (max(lengths) - min(lengths)) / mean
+
+
+def _mean(
+    ranks: Sequence[tuple[dict[str, float], float, float]], *, micro_batches: int
+) -> Calibration:
+    names = ranks[0][0]
+    n = len(ranks)
+    return Calibration(
+        compute_ns={name: round(sum(parts[name] for parts, _, _ in ranks) / n) for name in names},
+        iteration_ns=round(sum(iteration for _, iteration, _ in ranks) / n),
+        micro_batches=micro_batches,
+        spread=max(spread for _, _, spread in ranks),
+    )

@@ -1,0 +1,195 @@
+"""Save and resume through torch.distributed.checkpoint. Finding a checkpoint needs no torch.
+
+A checkpoint is written to a folder of another name, completed by its manifest, and then renamed: what is called
+`step_<n>` is whole. All ranks must see the same folder.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..analysis.record import write_text
+from ..conf.compose import model_spec
+from ..conf.schema import ExperimentConf
+
+if TYPE_CHECKING:
+    import torch
+
+CHECKPOINTS = "checkpoints"
+_MANIFEST = "twinbed.json"
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint on disk."""
+
+    folder: Path
+    step: int  # optimizer steps done
+    loss_scale: dict[str, float] | None
+    model: dict[str, Any]  # the spec's fields
+    optimizer: str
+
+
+def find_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in `path`: a `step_<n>` folder, or the latest below a run's or a `checkpoints` folder.
+
+    Raises:
+        ValueError: There is none, or its manifest is broken.
+    """
+    for where in (path, path / CHECKPOINTS):
+        if (where / _MANIFEST).is_file():
+            return _read_manifest(where)
+        steps = sorted(p.parent for p in where.glob(f"step_*/{_MANIFEST}"))
+        if steps:
+            return _read_manifest(steps[-1])
+    raise ValueError(f"train.resume_from={str(path)!r}: holds no whole checkpoint (step_<n>/{_MANIFEST})")
+
+
+def check_resume(experiment: ExperimentConf) -> None:
+    """Refuse a checkpoint that the run cannot go on from, before any process starts.
+
+    Raises:
+        ValueError: There is none in `train.resume_from`, it is of another model or optimizer, or the run
+            would have no steps left.
+    """
+    if experiment.train.resume_from is None:
+        return
+    found = find_checkpoint(Path(experiment.train.resume_from))
+    where = f"train.resume_from={experiment.train.resume_from!r}"
+    spec = _plain(asdict(model_spec(experiment)))
+    differ = [key for key in spec if key != "name" and spec[key] != found.model.get(key)]
+    if differ:
+        key = differ[0]
+        raise ValueError(
+            f"{where}: its model has {key}={found.model.get(key)!r}; model.{key}={spec[key]!r} here"
+        )
+    if found.optimizer != experiment.optimizer.name:
+        raise ValueError(
+            f"{where}: written with optimizer={found.optimizer}; optimizer={experiment.optimizer.name} here"
+        )
+    if found.step >= experiment.steps:
+        raise ValueError(f"{where}: {found.step} steps are done; steps={experiment.steps} must be more")
+
+
+class Stateful(Protocol):
+    """What of a communication engine a checkpoint needs."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def save_checkpoint(
+    folder: Path,
+    *,
+    step: int,
+    experiment: ExperimentConf,
+    engine: Stateful,
+    optimizer: "torch.optim.Optimizer | None",
+    loss_scale: Mapping[str, float] | None,
+    rank: int,
+) -> Path:
+    """Write `folder`/step_<n>; to be called on all ranks.
+
+    Raises:
+        RuntimeError: A rank could not write its part; nothing is then named `step_<n>`.
+    """
+    import torch.distributed as dist
+    from torch.distributed import checkpoint as dcp
+
+    final = folder / f"step_{step:08d}"
+    partial = folder / f".{final.name}.partial"
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    state = {"model": engine.state_dict(), "optimizer": _optimizer_state(optimizer)}
+    try:
+        dcp.save(state, checkpoint_id=partial)
+    except dcp.api.CheckpointException as err:  # a BaseException, which nobody expects
+        raise RuntimeError(f"checkpoint {final} cannot be written: {_first_line(err)}") from err
+    if rank == 0:
+        manifest = {
+            "version": _VERSION,
+            "step": step,
+            "loss_scale": dict(loss_scale) if loss_scale is not None else None,
+            "model": asdict(model_spec(experiment)),
+            "optimizer": experiment.optimizer.name,
+        }
+        write_text(partial / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
+        shutil.rmtree(final, ignore_errors=True)  # of an earlier run that got as far
+        partial.rename(final)
+    return final
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint, *, engine: Stateful, optimizer: "torch.optim.Optimizer | None"
+) -> None:
+    """Bring weights and optimizer states of all ranks to where the checkpoint was taken.
+
+    Raises:
+        RuntimeError: It cannot be read, or lacks what this run needs.
+    """
+    from torch.distributed import checkpoint as dcp
+
+    state = {"model": engine.state_dict(), "optimizer": _optimizer_state(optimizer)}
+    try:
+        dcp.load(state, checkpoint_id=checkpoint.folder)
+    except dcp.api.CheckpointException as err:
+        raise RuntimeError(f"checkpoint {checkpoint.folder} cannot be read: {_first_line(err)}") from err
+    engine.load_state_dict(state["model"])
+
+
+def prepare_optimizer_state(optimizer: "torch.optim.Optimizer | None") -> None:
+    """Make the states that the first step would make, so that they can be loaded, and counted, before it."""
+    import torch
+
+    if optimizer is None:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if isinstance(optimizer, torch.optim.AdamW):
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            elif group.get("momentum"):
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def _optimizer_state(optimizer: "torch.optim.Optimizer | None") -> dict[str, Any]:
+    """The state tensors themselves, so that loading fills them, by the parameter's place."""
+    if optimizer is None:
+        return {}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {str(i): dict(optimizer.state[parameter]) for i, parameter in enumerate(parameters)}
+
+
+def _read_manifest(folder: Path) -> Checkpoint:
+    path = folder / _MANIFEST
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values["version"] != _VERSION:
+            raise ValueError(f"version {values['version']}, must be {_VERSION}")
+        return Checkpoint(
+            folder, int(values["step"]), values["loss_scale"], values["model"], values["optimizer"]
+        )
+    except (OSError, KeyError, TypeError, ValueError) as err:
+        raise ValueError(f"{path}: broken manifest of a checkpoint: {err}") from err
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """As JSON would give it back: tuples are lists."""
+    plain: dict[str, Any] = json.loads(json.dumps(values))
+    return plain
+
+
+def _first_line(err: BaseException) -> str:
+    causes = getattr(err, "failures", {})
+    for rank, failure in sorted(causes.items()):
+        return f"rank {rank}: {failure[0]}"
+    return str(err).split("\n")[0]

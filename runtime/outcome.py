@@ -1,0 +1,228 @@
+"""From what each rank measured to the record of the run. Everything is gathered once, at the end."""
+
+import hashlib
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..analysis.record import (
+    Decision,
+    LedgerRow,
+    Record,
+    Span,
+    comm_means,
+    iteration_stats,
+    new_result,
+    write_record,
+)
+from ..conf.model_flop import train_flop_per_token
+from ..conf.model_spec import ModelSpec
+from ..conf.schema import ExperimentConf
+from .case import Case
+from .interfaces import InterfaceBytes
+from .laps import Lap
+from .metrics import StepMetrics, write_metrics
+from .phases import compute_spans, mean_phases, step_phases
+from .worker import WorkerContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """One rank's measurements of a run. Times are of its machine's monotonic clock."""
+
+    rank: int
+    node: int
+    clock: str  # machines whose clocks are the same have the same
+    steps_ns: list[tuple[int, int]]  # start and end of each step
+    metrics: list[StepMetrics]
+    laps: list[Lap]
+    rows: list[LedgerRow]
+    spans: list[Span]
+    decisions: list[Decision]  # rank 0's; all decide alike, so the others send the digest
+    decision_digest: str
+    memory_bytes: dict[str, int]
+    interface: InterfaceBytes | None  # bytes during the steps and validations; one rank of each node
+    checkpoints: list[str]
+    skipped_steps: int
+
+
+def write_outcome(
+    case: Case,
+    context: WorkerContext,
+    experiment: ExperimentConf,
+    spec: ModelSpec,
+    report: RankReport,
+) -> None:
+    """Gather all ranks' reports at rank 0, which writes the record.
+
+    Raises:
+        RuntimeError: Ranks decided differently.
+        OSError: The folder cannot be written.
+    """
+    gathered: list[Any] | None = [None] * context.num_ranks if context.rank == 0 else None
+    dist.gather_object(report, gathered, dst=0)
+    if gathered is None:
+        return
+    reports: list[RankReport] = gathered
+    for other in reports[1:]:
+        if other.decision_digest != report.decision_digest:
+            raise RuntimeError(
+                f"rank {other.rank} took other decisions than rank 0: the policy {experiment.comm.name} "
+                "depends on more than its events"
+            )
+    metrics = _mean_metrics(reports)
+    folder = context.case_folder(case)
+    write_metrics(folder, metrics)
+    write_record(folder, _record(case, context, experiment, spec, reports, metrics))
+
+
+def decision_digest(decisions: Sequence[Decision]) -> str:
+    """Equal for ranks that decided alike."""
+    log = "\n".join(f"{d.iteration} {d.event} -> {d.action}" for d in decisions)
+    return hashlib.sha256(log.encode()).hexdigest()
+
+
+def clock_name() -> str:
+    """Processes of one boot of one kernel share the monotonic clock, whatever their host names say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return platform.node()
+
+
+def _mean_metrics(reports: Sequence[RankReport]) -> list[StepMetrics]:
+    """Losses are means over ranks; a step takes as long as its slowest rank."""
+    means = []
+    for steps in zip(*(report.metrics for report in reports), strict=True):
+        slowest_s = max(step.iteration_s for step in steps)
+        tokens = steps[0].tokens_per_s * steps[0].iteration_s
+        mean = sum(step.loss for step in steps) / len(steps)
+        means.append(replace(steps[0], loss=mean, iteration_s=slowest_s, tokens_per_s=tokens / slowest_s))
+    return means
+
+
+def _record(
+    case: Case,
+    context: WorkerContext,
+    experiment: ExperimentConf,
+    spec: ModelSpec,
+    reports: Sequence[RankReport],
+    metrics: Sequence[StepMetrics],
+) -> Record:
+    result = new_result("runtime", case.experiment, seed=experiment.seed, git_commit=context.git_commit)
+    times_s = [step.iteration_s for step in metrics]
+    warmup = experiment.warmup_steps
+    rows = [row for report in reports for row in report.rows]
+    result |= {
+        "status": "ok",
+        "warnings": list(case.warnings),
+        "iteration_s": iteration_stats(times_s, warmup),
+        "iterations_s": times_s,
+        "loss": [step.loss for step in metrics],
+        "validation_loss": [
+            [step.step, step.validation_loss] for step in metrics if step.validation_loss is not None
+        ],
+        "first_step": metrics[0].step,
+        "skipped_steps": max(report.skipped_steps for report in reports),
+        "checkpoints": reports[0].checkpoints,
+        "interfaces": _interfaces(reports),
+        "comm": comm_means(
+            (row for row in rows if row.phase != "eval"),
+            num_ranks=len(reports),
+            num_iterations=len(metrics),
+        ),
+        "memory_bytes": _memory(result["memory_bytes"], reports),
+        "notes": [
+            "memory_bytes: parameters, gradients, optimizer and secondary_shard are measured between steps; "
+            + (
+                "peak is the device's allocator"
+                if context.device.type == "cuda"
+                else "peak is the process's resident set, Python and torch included"
+            )
+            + "; activations and buffers are not measured"
+        ],
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+    phases = [
+        step_phases(report.steps_ns, report.laps, report.spans, [round(t * 1e9) for t in times_s])
+        for report in reports
+    ]
+    result["ranks"] = [
+        {"rank": report.rank, "count": 1, "phases_s": mean_phases(own[warmup:])}
+        for report, own in zip(reports, phases, strict=True)
+    ]
+    result["phases_s"] = mean_phases([step for own in phases for step in own[warmup:]])
+    _add_rates(result, experiment, spec, context.num_ranks)
+    spans = _on_one_clock(reports)
+    return Record(result, ledger=rows, decisions=list(reports[0].decisions), spans=spans)
+
+
+def _add_rates(result: dict[str, Any], experiment: ExperimentConf, spec: ModelSpec, num_ranks: int) -> None:
+    mean_s = result["iteration_s"]["mean"]
+    if mean_s is None:
+        return
+    batch = experiment.batch
+    sequence = batch.sequence or spec.sequence
+    rank_tokens_per_s = batch.micro * batch.accumulation * sequence / mean_s
+    flop_per_s = rank_tokens_per_s * train_flop_per_token(spec, sequence)
+    hardware = rank_tokens_per_s * train_flop_per_token(spec, sequence, experiment.recompute.value)
+    device = experiment.cluster.device
+    peak = experiment.cluster.emulated_flops_per_s or device.flop_per_s
+    result |= {
+        "tokens_per_s": rank_tokens_per_s * num_ranks,
+        "tflops_per_gpu": flop_per_s / 1e12,
+        "tflops_per_gpu_hardware": hardware / 1e12,
+        "mfu": flop_per_s / peak,
+    }
+    if experiment.train.tokens is not None:
+        seconds = experiment.train.tokens / (rank_tokens_per_s * num_ranks)
+        hours = seconds * num_ranks / 3600
+        price = device.price_per_hour
+        result |= {
+            "time_to_train_s": seconds,
+            "gpu_hours": hours,
+            "cost": hours * price if price is not None else None,
+        }
+
+
+def _memory(keys: dict[str, Any], reports: Sequence[RankReport]) -> dict[str, int | None]:
+    """The most that any rank holds of each class; None for what is not measured."""
+    measured = reports[0].memory_bytes
+    return {
+        key: max(report.memory_bytes[key] for report in reports) if key in measured else None for key in keys
+    }
+
+
+def _interfaces(reports: Sequence[RankReport]) -> list[dict[str, Any]]:
+    first = {report.node: report for report in reversed(reports)}
+    return [
+        {
+            "node": node,
+            "interface": report.interface.name,
+            "sent_bytes": report.interface.sent_bytes,
+            "received_bytes": report.interface.received_bytes,
+        }
+        for node, report in sorted(first.items())
+        if report.interface is not None
+    ]
+
+
+def _on_one_clock(reports: Sequence[RankReport]) -> list[Span]:
+    """All ranks' spans from 0 on. Ranks of other machines are lined up by the start of their first step."""
+    starts: dict[str, int] = {}
+    for report in reports:
+        begin = report.steps_ns[0][0]
+        starts[report.clock] = min(starts.get(report.clock, begin), begin)
+    spans = []
+    for report in reports:
+        origin = starts[report.clock]
+        for span in [*report.spans, *compute_spans(report.rank, report.laps, report.spans)]:
+            spans.append(
+                replace(span, start_ns=span.start_ns - origin, end_ns=span.end_ns - origin)
+            )
+    return [span for span in spans if span.start_ns >= 0]

@@ -1,0 +1,24 @@
+"""Everything about a training that can be refused before a process starts. Imports no torch."""
+
+from ..conf.compose import model_spec
+from ..conf.schema import ExperimentConf, Precision
+from .checkpoint import check_resume
+from .data import check_data
+
+
+def check_run(experiment: ExperimentConf) -> None:
+    """Refuse what the ranks could only fail on.
+
+    Raises:
+        ValueError: The data, the checkpoint to resume from, or a combination of keys does not do.
+    """
+    spec = model_spec(experiment)
+    if experiment.comm.parameter_server and experiment.precision is Precision.fp16:
+        if not experiment.train.loss_scale:
+            raise ValueError(
+                "train.loss_scale=0 (dynamic) with comm.parameter_server=true and precision=fp16: only the "
+                "server sees an overflow, and the others would go on with another scale; give a fixed scale, "
+                "or use precision=bf16"
+            )
+    check_data(experiment, vocab=spec.vocab, sequence=experiment.batch.sequence or spec.sequence)
+    check_resume(experiment)

@@ -1,0 +1,81 @@
+"""The script that starts a launch folder's ranks on a cluster: under torchrun by hand, or through Slurm."""
+
+import shlex
+from pathlib import Path
+
+from ..conf.schema import Backend, ExperimentConf, Launch
+
+_COMMON = """\
+export PYTHONSAFEPATH=1
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+"""
+
+_TORCHRUN = """\
+#!/usr/bin/env bash
+# {title}
+# Start it once on each of the {nodes} nodes, all of which must see this folder; RDZV_HOST is the name or address
+# of one of them:
+#   RDZV_HOST=node0 {script}
+set -euo pipefail
+FOLDER=${{TWINBED_FOLDER:-{folder}}}
+{common}exec {torchrun} \\
+    --nnodes={nodes} --nproc-per-node={per_node} --max-restarts=0 \\
+    --rdzv-backend=c10d --rdzv-id={job} \\
+    --rdzv-endpoint="${{RDZV_HOST:?set it to the name of one of the nodes}}:${{RDZV_PORT:-29400}}" \\
+    -m twinbed.runtime.worker "$FOLDER"
+"""
+
+_SLURM = """\
+#!/usr/bin/env bash
+# {title}
+# Submit it from any folder; all nodes must see the run's folder:
+#   sbatch {script}
+#SBATCH --job-name={job}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+{devices}#SBATCH --output={folder}/slurm-%j.log
+set -euo pipefail
+FOLDER=${{TWINBED_FOLDER:-{folder}}}
+{common}HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+exec srun --kill-on-bad-exit=1 {torchrun} \\
+    --nnodes={nodes} --nproc-per-node={per_node} --max-restarts=0 \\
+    --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$HEAD:${{RDZV_PORT:-29400}}" \\
+    -m twinbed.runtime.worker "$FOLDER"
+"""
+
+
+def write_script(folder: Path, experiment: ExperimentConf) -> Path:
+    """Write `launch.sh` (launch=torchrun) or `launch.sbatch` (launch=slurm) into the run's folder.
+
+    It runs the cases of the folder's launch.json.
+
+    Raises:
+        ValueError: The launch needs no script.
+        OSError: The folder cannot be written.
+    """
+    path = folder.resolve() / ("launch.sbatch" if experiment.launch is Launch.slurm else "launch.sh")
+    path.write_text(script_text(path, experiment), encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+def script_text(path: Path, experiment: ExperimentConf) -> str:
+    """What `write_script` writes to `path`."""
+    cluster = experiment.cluster
+    if experiment.launch is Launch.local:
+        raise ValueError("launch=local starts the ranks here; a script is for ['torchrun', 'slurm']")
+    per_node = cluster.devices_per_node
+    gpus = cluster.backend is Backend.nccl
+    values = {
+        "title": f"twinbed: {experiment.model.name}, {experiment.comm.name}, {cluster.nodes} x {per_node} "
+        f"ranks ({cluster.name})",
+        "nodes": cluster.nodes,
+        "per_node": per_node,
+        "job": f"twinbed-{experiment.comm.name}",
+        "folder": shlex.quote(str(path.parent)),
+        "script": shlex.quote(str(path)),
+        "devices": f"#SBATCH --gpus-per-node={per_node}\n" if gpus else f"#SBATCH --cpus-per-task={per_node}\n",
+        "common": _COMMON,
+        "torchrun": "torchrun",
+    }
+    return (_SLURM if experiment.launch is Launch.slurm else _TORCHRUN).format(**values)

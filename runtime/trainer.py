@@ -1,0 +1,288 @@
+"""The training loop of one rank."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from ..conf.compose import load_experiment, model_spec
+from ..conf.model_spec import ModelSpec
+from ..conf.schema import ExperimentConf, OptimizerConf, Recompute
+from .case import Case
+from .checkpoint import (
+    CHECKPOINTS,
+    find_checkpoint,
+    load_checkpoint,
+    prepare_optimizer_state,
+    save_checkpoint,
+)
+from .data import Batches, Tokens
+from .failure import ElsewhereError
+from .interfaces import InterfaceBytes, read_interface
+from .laps import Laps
+from .learning_rate import learning_rate
+from .ledger import Ledger
+from .loss_scale import LossScale, build_loss_scale
+from .memory import PeakMemory, local_bytes, optimizer_bytes
+from .metrics import MetricsWriter, StepMetrics
+from .model import GPT
+from .outcome import RankReport, clock_name, decision_digest, write_outcome
+from .worker import WorkerContext
+from .wrap import CommEngine, wrap_model
+
+
+def run_training(case: Case, context: WorkerContext) -> None:
+    """Train as the case says and write its record (rank 0)."""
+    trainer = Trainer(load_experiment(case.experiment), context)
+    try:
+        report = trainer.run(context.case_folder(case), name=case.name, tensorboard=case.tensorboard)
+    finally:
+        trainer.close()
+    write_outcome(case, context, trainer.experiment, trainer.spec, report)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What a run collects step by step."""
+
+    metrics: list[StepMetrics] = field(default_factory=list)
+    steps_ns: list[tuple[int, int]] = field(default_factory=list)
+    checkpoints: list[str] = field(default_factory=list)
+    gradient_bytes: int = 0
+
+
+class Trainer:
+    """Model, data, optimizer and communication engine of one rank.
+
+    Args:
+        experiment: Its cluster must be the ranks that run.
+        context: This rank.
+        communicate: False: nothing is sent; the same engine runs with an interpreter that moves no bytes.
+    """
+
+    def __init__(
+        self, experiment: ExperimentConf, context: WorkerContext, *, communicate: bool = True
+    ) -> None:
+        self.experiment, self.context = experiment, context
+        self.spec: ModelSpec = model_spec(experiment)
+        batch = experiment.batch
+        self.sequence = batch.sequence or self.spec.sequence
+        self.batches = Batches(
+            experiment.data,
+            vocab=self.spec.vocab,
+            sequence=self.sequence,
+            micro=batch.micro,
+            accumulation=batch.accumulation,
+            seed=experiment.seed,
+            rank=context.rank,
+            num_ranks=context.num_ranks,
+        )
+        model = GPT(
+            self.spec, seed=experiment.seed, recompute=experiment.recompute is Recompute.full
+        ).to(context.device)
+        rate = experiment.cluster.emulated_flops_per_s
+        if rate is not None:
+            model.emulate(rate, sequence=self.sequence, micro=batch.micro)
+        cuda = context.device.type == "cuda"
+        self.laps = Laps(torch.cuda.synchronize if cuda else None)
+        model.clock = self.laps
+        self.ledger = Ledger(rank=context.rank)
+        self.engine: CommEngine = wrap_model(model)
+        self.optimizer = _build_optimizer(experiment.optimizer, list(self.engine.parameters()))
+        prepare_optimizer_state(self.optimizer)
+        self.loss_scale: LossScale | None = build_loss_scale(experiment)
+        self.first_step = 0
+        if experiment.train.resume_from is not None:
+            self._resume(Path(experiment.train.resume_from))
+        self.progress = _Progress()
+
+    def run(self, folder: Path, *, name: str, tensorboard: bool = False) -> RankReport:
+        """Train to the last step; files of the run go to `folder`."""
+        experiment, context = self.experiment, self.context
+        train = experiment.train
+        peak = PeakMemory(context.device)
+        self.ledger.at(phase="setup", layer="")
+        dist.barrier()
+        interface = read_interface()
+        writer = MetricsWriter(
+            folder,
+            first_step=self.first_step,
+            steps=experiment.steps,
+            name=name,
+            active=context.rank == 0,
+            tensorboard=tensorboard,
+        )
+        with writer:
+            for step in range(self.first_step, experiment.steps):
+                context.beat(step)
+                metrics = self.step(step)
+                if train.eval_every and (step + 1) % train.eval_every == 0:
+                    metrics.validation_loss = self.validate(step)
+                self.ledger.at(iteration=step, phase="setup", layer="")
+                if train.save_every and (step + 1) % train.save_every == 0:
+                    self._save(folder, step + 1)
+                writer.write(metrics)
+            dist.barrier()
+            report = self._report(interface, peak.read_bytes())
+        return report
+
+    def step(self, step: int) -> StepMetrics:
+        """One optimizer step; raises if gradients are not finite where no loss scale can help."""
+        accumulation = self.experiment.batch.accumulation
+        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
+        rate = learning_rate(
+            step,
+            peak=self.experiment.optimizer.lr,
+            steps=self.experiment.steps,
+            conf=self.experiment.train,
+        )
+        losses: list[torch.Tensor] = []
+        start_ns = self.laps.start()
+        for micro_batch in range(accumulation):
+            tokens, targets = self._on_device(self.batches.train(step, micro_batch))
+            self.ledger.at(iteration=step, phase="forward", layer="")
+            self.engine.begin_micro_batch(micro_batch, accumulation)
+            self.laps.lap("step")
+            loss = self.engine.model(tokens, targets)
+            self.laps.lap("forward/root")
+            self.ledger.at(iteration=step, phase="backward", layer="")
+            (loss * (scale / accumulation)).backward()
+            if micro_batch == accumulation - 1:
+                self.engine.finish_gradients()
+            self.laps.lap("backward/root")
+            losses.append(loss.detach())
+        self.ledger.at(iteration=step, phase="step", layer="")
+        norm, skipped = self._apply(rate, scale)
+        self.engine.after_optimizer_step()  # after a skipped step too: all ranks must go the same way
+        self.engine.zero_grad()
+        end_ns = self.laps.stop("step")
+        self.progress.steps_ns.append((start_ns, end_ns))
+        seconds = (end_ns - start_ns) / 1e9
+        tokens_per_step = self.context.num_ranks * self.experiment.batch.micro * accumulation * self.sequence
+        metrics = StepMetrics(
+            step=step,
+            loss=float(torch.stack(losses).mean()),
+            learning_rate=rate,
+            gradient_norm=norm if norm is not None and math.isfinite(norm) else None,
+            loss_scale=scale if self.loss_scale is not None else None,
+            skipped=skipped,
+            iteration_s=seconds,
+            tokens_per_s=tokens_per_step / seconds,
+        )
+        self.progress.metrics.append(metrics)
+        return metrics
+
+    @torch.no_grad()
+    def validate(self, step: int) -> float:
+        """Mean loss over the validation batches of all ranks."""
+        self.ledger.at(iteration=step, phase="eval", layer="")
+        total = torch.zeros((), device=self.context.device)
+        for batch in range(self.experiment.train.eval_batches):
+            tokens, targets = self._on_device(self.batches.validation(batch))
+            total += self.engine.model(tokens, targets)
+        total /= self.experiment.train.eval_batches * self.context.num_ranks
+        self.ledger.at(iteration=step, phase="eval", layer="")
+        if self.context.num_ranks > 1:
+            dist.all_reduce(total)
+        return float(total)
+
+    def close(self) -> None:
+        """Let go of threads and hooks."""
+        self.engine.close()
+
+    def _apply(self, rate: float, scale: float) -> tuple[float | None, bool]:
+        """Clip and step; (gradient norm, whether the step was skipped)."""
+        if self.progress.gradient_bytes == 0:
+            self.progress.gradient_bytes = local_bytes(p.grad for p in self.engine.parameters())
+        clipping = self.experiment.train.gradient_clipping
+        if self.loss_scale is not None:
+            gradients = [_local(p.grad) for p in self.engine.parameters() if p.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, 1 / scale)
+            norm = self.engine.clip_gradients(clipping or math.inf)
+            overflow = norm is not None and not math.isfinite(norm)
+            self.loss_scale.update(overflow=overflow)
+            if overflow:
+                return norm, True
+        else:
+            norm = self.engine.clip_gradients(clipping) if clipping else None
+            if norm is None or not math.isfinite(norm):
+                self.engine.check_finite()  # names the parameter, if it is this rank's
+            if norm is not None and not math.isfinite(norm):
+                raise ElsewhereError(f"the gradient norm is {norm}; the parameter is on another rank")
+        if self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+        return norm, False
+
+    def _save(self, folder: Path, step: int) -> None:
+        saved = save_checkpoint(
+            folder / CHECKPOINTS,
+            step=step,
+            experiment=self.experiment,
+            engine=self.engine,
+            optimizer=self.optimizer,
+            loss_scale=self.loss_scale.state() if self.loss_scale is not None else None,
+            rank=self.context.rank,
+        )
+        self.progress.checkpoints.append(str(saved.relative_to(folder)))
+
+    def _resume(self, path: Path) -> None:
+        self.ledger.at(phase="setup", layer="")
+        found = find_checkpoint(path)
+        load_checkpoint(found, engine=self.engine, optimizer=self.optimizer)
+        if self.loss_scale is not None and found.loss_scale is not None:
+            self.loss_scale.load(found.loss_scale)
+        self.first_step = found.step
+
+    def _on_device(self, batch: tuple[Tokens, Tokens]) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, targets = (torch.from_numpy(part.copy()).to(self.context.device) for part in batch)
+        return tokens, targets
+
+    def _report(self, before: InterfaceBytes | None, peak_bytes: int) -> RankReport:
+        after = read_interface()
+        return RankReport(
+            rank=self.context.rank,
+            node=self.context.node,
+            clock=clock_name(),
+            steps_ns=self.progress.steps_ns,
+            metrics=self.progress.metrics,
+            laps=self.laps.laps,
+            rows=list(self.ledger.rows),
+            spans=list(self.ledger.spans),
+            decisions=list(self.ledger.decisions) if self.context.rank == 0 else [],
+            decision_digest=decision_digest(self.ledger.decisions),
+            memory_bytes={
+                "parameters": local_bytes(self.engine.parameters()),
+                "gradients": self.progress.gradient_bytes,
+                "optimizer": optimizer_bytes(self.optimizer),
+                "secondary_shard": self.engine.secondary_bytes(),
+                "peak": peak_bytes,
+            },
+            interface=after.since(before) if before is not None and after is not None else None,
+            checkpoints=self.progress.checkpoints,
+            skipped_steps=self.loss_scale.skipped_steps if self.loss_scale is not None else 0,
+        )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _build_optimizer(
+    conf: OptimizerConf, parameters: Sequence[torch.Tensor]
+) -> torch.optim.Optimizer | None:
+    """None on a rank that owns no weights (all but the parameter server)."""
+    if not parameters:
+        return None
+    options: dict[str, Any] = {"lr": conf.lr, "weight_decay": conf.weight_decay, "foreach": True}
+    if conf.name == "sgd":
+        return torch.optim.SGD(parameters, momentum=conf.momentum, **options)
+    beta1, beta2 = conf.betas
+    return torch.optim.AdamW(parameters, betas=(beta1, beta2), eps=conf.eps, **options)

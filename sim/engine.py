@@ -1,0 +1,225 @@
+"""The order in which FSDP2 asks for weights and hands over gradients; what follows is told by how a backend overlaps.
+
+`Engine` holds the order, which both targets share (docs/architecture.md); `rules` says what each backend overlaps.
+Neither asks which policy it runs: they follow its plans.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..conf.model_spec import Unit
+from ..conf.schema import Precision
+from ..policies.comm import (
+    CommEvent,
+    CommPolicy,
+    GradientsReady,
+    Phase,
+    Placement,
+    WeightsChanged,
+    WeightsNeeded,
+    describe_action,
+    describe_event,
+)
+from ..policies.mesh import WORLD, Mesh
+from ..policies.partition import shard_segments
+from ..policies.plan import Plan
+from .interpreter import Goal, Interpreted, Transfer, Work, interpret
+from .program import Program
+from .rules import Blocking, Handle
+
+ROOT, EMBED, HEAD = "root", "embed", "head"
+
+
+@dataclass(slots=True)
+class Decisions:
+    """Asks a policy, once for each distinct event (a policy is a pure function of events), and keeps the log."""
+
+    policy: CommPolicy
+    _known: dict[CommEvent, tuple[Plan | None, str, str]] = field(default_factory=dict)
+    log: list[tuple[str, str]] = field(default_factory=list)
+
+    def decide(self, event: CommEvent) -> Plan | None:
+        known = self._known.get(event)
+        if known is None:
+            plan = self.policy.decide(event)
+            known = self._known[event] = (plan, describe_event(event), describe_action(plan))
+        self.log.append(known[1:])
+        return known[0]
+
+
+class Weights:
+    """Which units are gathered, and which have a secondary copy that is good."""
+
+    def __init__(self, copies: Iterable[str] = ()) -> None:
+        self.gathered: dict[str, None] = {}
+        self.copies: dict[str, None] = dict.fromkeys(copies)
+
+    def key(self) -> tuple[str, ...]:
+        return tuple(sorted(self.copies))
+
+
+class Engine:
+    """Writes the program of one training step, or of one validation.
+
+    Args:
+        units: Of the model, root first.
+        clip: Whether the norm of all gradients is reduced before the step.
+    """
+
+    def __init__(
+        self,
+        *,
+        decisions: Decisions,
+        mesh: Mesh,
+        units: tuple[Unit, ...],
+        precision: Precision,
+        num_micro_batches: int,
+        eval_batches: int,
+        clip: bool,
+    ) -> None:
+        self._decisions = decisions
+        self._policy = decisions.policy
+        self._mesh = mesh
+        self._root, *blocks = units
+        self._blocks = tuple(blocks)
+        self._precision = precision
+        self._num_micro_batches = num_micro_batches
+        self._eval_batches = eval_batches
+        self._clip = clip
+        self._sharded = self._policy.placement is Placement.sharded
+        self._interpreted: dict[tuple[Plan, Goal, int], Interpreted] = {}
+        self._segments: dict[int, tuple[int, ...]] = {}
+
+    def training_step(self, rules: Blocking, weights: Weights) -> Program:
+        """One optimizer step. `weights` is changed to what holds after it."""
+        last = self._num_micro_batches - 1
+        for micro_batch in range(self._num_micro_batches):
+            self._forward(rules, weights, Phase.forward.value)
+            self._backward(rules, weights, micro_batch)
+            rules.backward_done()
+            if micro_batch == last:
+                weights.gathered.clear()
+        rules.drain()
+        if self._clip:
+            self._scalar(rules, "step")
+        root_only = self._policy.placement is Placement.server
+        rules.local("step", "", "optimizer", Work("step"), only_root=root_only)
+        rules.drain()
+        weights.copies.clear()
+        self._publish(rules)
+        return rules.writer.program
+
+    def validation(self, rules: Blocking, weights: Weights) -> Program:
+        """Forward passes without gradients, and the mean of their loss."""
+        for _ in range(self._eval_batches):
+            self._forward(rules, weights, "eval")
+        weights.gathered.clear()  # resharded, or the next step would compute with stale weights
+        rules.drain()
+        self._scalar(rules, "eval")
+        return rules.writer.program
+
+    def _forward(self, rules: Blocking, weights: Weights, phase: str) -> None:
+        blocks = self._blocks
+        handles = {ROOT: self._gather(rules, weights, self._root, Phase.forward, phase)}
+        rules.use(handles[ROOT], phase, ROOT)
+        if rules.prefetches_forward and blocks:
+            handles[blocks[0].name] = self._gather(rules, weights, blocks[0], Phase.forward, phase)
+        rules.compute(phase, ROOT, f"forward/{EMBED}")
+        for i, block in enumerate(blocks):
+            if not rules.prefetches_forward:
+                handles[block.name] = self._gather(rules, weights, block, Phase.forward, phase)
+            rules.use(handles[block.name], phase, block.name)
+            if rules.prefetches_forward and i + 1 < len(blocks):
+                handles[blocks[i + 1].name] = self._gather(rules, weights, blocks[i + 1], Phase.forward, phase)
+            rules.compute(phase, block.name, f"forward/{block.name}")
+            self._reshard(rules, weights, block.name)
+        rules.compute(phase, ROOT, f"forward/{HEAD}")
+        self._reshard(rules, weights, ROOT)
+
+    def _backward(self, rules: Blocking, weights: Weights, micro_batch: int) -> None:
+        phase, blocks = Phase.backward.value, self._blocks
+        handles = {ROOT: self._gather(rules, weights, self._root, Phase.backward, phase)}
+        rules.use(handles[ROOT], phase, ROOT)
+        if blocks:  # the root's own hook prefetches the last block, before the head's backward
+            handles[blocks[-1].name] = self._gather(rules, weights, blocks[-1], Phase.backward, phase)
+        rules.compute(phase, ROOT, f"backward/{HEAD}")
+        for i in reversed(range(len(blocks))):
+            name = blocks[i].name
+            rules.use(handles[name], phase, name)
+            if i:
+                before = blocks[i - 1]
+                handles[before.name] = self._gather(rules, weights, before, Phase.backward, phase)
+            rules.compute(phase, name, f"backward/{name}")
+            self._reshard(rules, weights, name)
+            self._reduce(rules, blocks[i], micro_batch)
+        rules.compute(phase, ROOT, f"backward/{EMBED}")
+        self._reshard(rules, weights, ROOT)
+        self._reduce(rules, self._root, micro_batch)
+
+    def _gather(
+        self, rules: Blocking, weights: Weights, unit: Unit, asked: Phase, phase: str
+    ) -> Handle:
+        if not self._sharded or unit.name in weights.gathered:
+            return None
+        plan = self._decisions.decide(WeightsNeeded(unit.name, asked, unit.name in weights.copies))
+        weights.gathered[unit.name] = None
+        if plan is None:
+            return None
+        interpreted = self._interpret(plan, Goal.gather, unit)
+        if interpreted.loads_copy and asked is Phase.backward and not self._policy.copy_outlives_micro_batch:
+            weights.copies.pop(unit.name, None)
+        if interpreted.stores_copy:
+            weights.copies[unit.name] = None
+        return rules.gather(interpreted, phase, unit.name)
+
+    def _reshard(self, rules: Blocking, weights: Weights, unit: str) -> None:
+        if self._sharded and self._policy.reshard_after_forward:
+            weights.gathered.pop(unit, None)
+            rules.free(unit)
+
+    def _reduce(self, rules: Blocking, unit: Unit, micro_batch: int) -> None:
+        plan = self._decisions.decide(GradientsReady(unit.name, micro_batch, self._num_micro_batches))
+        if plan is not None:
+            goal = Goal.reduce if self._sharded else Goal.whole
+            rules.reduce(self._interpret(plan, goal, unit), Phase.backward.value, unit.name)
+
+    def _publish(self, rules: Blocking) -> None:
+        for unit in (self._root, *self._blocks):
+            plan = self._decisions.decide(WeightsChanged(unit.name))
+            if plan is not None:
+                if self._sharded:
+                    raise ValueError(
+                        f"policy {self._policy.name!r} publishes {unit.name} by '{plan.describe()}': only a "
+                        "replicated or server placement can, a sharded one gathers what it needs"
+                    )
+                handle = rules.gather(self._interpret(plan, Goal.whole, unit), "step", unit.name)
+                rules.use(handle, "step", unit.name)
+        rules.drain()
+
+    def _scalar(self, rules: Blocking, phase: str) -> None:
+        if self._mesh.num_ranks > 1:
+            size = Precision.fp32.element_bytes
+            scalar = Transfer("all_reduce", WORLD, self._mesh.num_ranks, size, size, 1, size)
+            rules.library(phase, scalar)
+
+    def _interpret(self, plan: Plan, goal: Goal, unit: Unit) -> Interpreted:
+        key = (plan, goal, id(unit.tensors))  # blocks share their tensors
+        known = self._interpreted.get(key)
+        if known is None:
+            known = self._interpreted[key] = interpret(
+                plan,
+                goal=goal,
+                segments=self.segments(unit),
+                mesh=self._mesh,
+                element_bytes=self._precision.element_bytes,
+            )
+        return known
+
+    def segments(self, unit: Unit) -> tuple[int, ...]:
+        """Elements of each tensor in one slice of the unit."""
+        known = self._segments.get(id(unit.tensors))
+        if known is None:
+            shapes = [tensor.shape for tensor in unit.tensors]
+            parts = self._mesh.num_ranks if self._sharded else 1
+            known = self._segments[id(unit.tensors)] = shard_segments(shapes, parts)
+        return known

@@ -1,0 +1,278 @@
+"""What a plan comes to for one unit of a model: local work and collectives, with their sizes.
+
+This is the simulator's interpreter of the plan vocabulary: shapes only. It follows the value along the steps and
+refuses a plan that does not end with what was asked for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
+
+from ..policies.mesh import Mesh
+from ..policies.plan import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Collective,
+    Dequantize,
+    LoadCopy,
+    Plan,
+    Quantize,
+    Reduce,
+    ReduceScatter,
+    ReduceTo,
+    Reorder,
+    Step,
+    StoreCopy,
+    block_aligned_cuts,
+)
+from ..policies.wire import encoded_bytes
+
+
+class Work(NamedTuple):
+    """Something that takes time on one rank and moves nothing. `costs.Costs` says how long.
+
+    kind `encode` or `decode`: `amount` elements of `bits`. `traffic`: `amount` bytes read and written.
+    `compute`: a key such as "forward/block.0". `step`: the optimizer's. `key` names a `traffic` that a probe may
+    have measured.
+    """
+
+    kind: str
+    key: str = ""
+    bits: int = 0
+    amount: int = 0
+
+
+class Goal(Enum):
+    """What a plan starts from and must end with."""
+
+    gather = "gather"  # own shard -> one slice a rank
+    reduce = "reduce"  # one slice a rank -> own slice, summed
+    whole = "whole"  # a replicated unit: the tensor as it is
+
+
+@dataclass(frozen=True, slots=True)
+class LocalWork:
+    """A step on one rank; `name` is shown in the timeline."""
+
+    name: str
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One executed collective of more than one rank.
+
+    `message_bytes`: all_gather: one rank's part; reduce_scatter and all_to_all: the part for one peer; else the
+    whole tensor. `numel` and `element_bytes` describe the whole input of an all_reduce or reduce. `hop` is the work
+    between two hops of a ring that reduces: before the first send, and after each receipt.
+    """
+
+    op: str
+    axis: str
+    group_size: int
+    payload_bytes: int
+    message_bytes: int
+    numel: int = 0
+    element_bytes: int = 0
+    root: int = 0  # position in the group
+    hop: tuple[tuple[Work, ...], tuple[Work, ...]] = ((), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One step of one chunk. `after`: positions of the pieces that must end first."""
+
+    what: LocalWork | Transfer
+    stream: str
+    after: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreted:
+    """`pieces` in the order of issue, chunk after chunk."""
+
+    pieces: tuple[Piece, ...]
+    stores_copy: bool
+    loads_copy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """The tensor between two steps: `parts` times `slices` slices of the same layout."""
+
+    slices: int
+    parts: int = 1
+    encoding: Quantize | None = None
+
+
+def interpret(plan: Plan, *, goal: Goal, segments: Sequence[int], mesh: Mesh, element_bytes: int) -> Interpreted:
+    """Sizes of all steps.
+
+    Args:
+        segments: Elements of each tensor's part in one slice (see `policies.partition`).
+        element_bytes: Of an element on the wire that is not quantized.
+
+    Raises:
+        ValueError: If a step cannot follow the ones before it, or the plan does not reach its goal.
+    """
+    quantizers = [step for step in plan.steps if isinstance(step, Quantize)]
+    cuts = block_aligned_cuts(sum(segments), plan.chunks, quantizers[0].block if quantizers else 1)
+    pieces: list[Piece] = []
+    for start, end in cuts:
+        walk = _Walk(plan, goal, _cut(segments, start, end), mesh, element_bytes)
+        walk.run(pieces)
+    kinds = {type(step) for step in plan.steps}
+    return Interpreted(tuple(pieces), StoreCopy in kinds, LoadCopy in kinds)
+
+
+def _cut(segments: Sequence[int], start: int, end: int) -> tuple[int, ...]:
+    inside = []
+    at = 0
+    for numel in segments:
+        inside.append(max(0, min(at + numel, end) - max(at, start)))
+        at += numel
+    return tuple(inside)
+
+
+class _Walk:
+    """One chunk's way through the plan."""
+
+    def __init__(self, plan: Plan, goal: Goal, segments: tuple[int, ...], mesh: Mesh, element_bytes: int) -> None:
+        self.plan = plan
+        self.goal = goal
+        self.segments = segments
+        self.numel = sum(segments)
+        self.mesh = mesh
+        self.element_bytes = element_bytes
+
+    def run(self, pieces: list[Piece]) -> None:
+        slices = self.mesh.num_ranks if self.goal is Goal.reduce else 1
+        start = _Value(slices)
+        values: list[_Value] = []
+        ends: list[tuple[int, ...]] = []  # the pieces that stand for a step; a step without work hands on its own
+        for i, step in enumerate(self.plan.steps):
+            dependencies = self.plan.dependencies(i)
+            value, whats = self._step(step, values[dependencies[-1]] if dependencies else start)
+            values.append(value)
+            after = tuple(dict.fromkeys(at for dep in dependencies for at in ends[dep]))
+            for what in whats:
+                pieces.append(Piece(what, self.plan.stream_of(i), after))
+                after = (len(pieces) - 1,)
+            ends.append(after)
+        self._check_end(values[-1] if values else start)
+
+    def _check_end(self, value: _Value) -> None:
+        slices = self.mesh.num_ranks if self.goal is Goal.gather else 1
+        if value != _Value(slices):
+            raise ValueError(
+                f"plan '{self.plan.describe()}' ends with {_describe(value)}; a {self.goal.value} must end with "
+                f"{_describe(_Value(slices))}"
+            )
+
+    def _step(self, step: Step, value: _Value) -> tuple[_Value, list[LocalWork | Transfer]]:
+        elements = value.parts * value.slices * self.numel
+        match step:
+            case Quantize():
+                self._need(value.encoding is None, step, "quantized data")
+                own = elements // self.mesh.size(step.exact_own) if step.exact_own is not None else 0
+                work = Work("encode", "", step.bits, elements - own)
+                return replace(value, encoding=step), [LocalWork("quantize", work)]
+            case Dequantize():
+                encoding = value.encoding
+                if encoding is None:
+                    raise ValueError(f"plan '{self.plan.describe()}': Dequantize without Quantize")
+                exact = encoding.exact_own
+                own = elements // self.mesh.size(exact) if exact is not None else 0
+                work = Work("decode", "", encoding.bits, elements - own)
+                return replace(value, encoding=None), [LocalWork("dequantize", work)]
+            case Reduce():
+                self._need(value.encoding is None, step, "quantized data")
+                moved = (value.parts + 1) * value.slices * self.numel * self.element_bytes
+                work = Work("traffic", "reduce", 0, moved if value.parts > 1 else 0)
+                return replace(value, parts=1), [LocalWork("reduce", work)] if value.parts > 1 else []
+            case Reorder():
+                return value, []  # fused into the quantization that follows, as in DeepSpeed's swizzled_quantize
+            case LoadCopy():
+                slices = self._copy_slices(step.axis)
+                return _Value(slices), []  # a view of what this rank holds
+            case StoreCopy():
+                moved = 2 * self._copy_slices(step.axis) * self.numel * self.element_bytes
+                return value, [LocalWork("store_copy", Work("traffic", "copy", 0, moved))]
+            case Collective():
+                return self._collective(step, value)
+        raise ValueError(f"the simulator does not know the plan step {type(step).__name__}")
+
+    def _collective(self, step: Collective, value: _Value) -> tuple[_Value, list[LocalWork | Transfer]]:
+        size = self.mesh.size(step.axis)
+        self._need(value.parts == 1, step, "parts that no Reduce has added up")
+        payload = value.slices * self.numel * self.element_bytes
+        whole = value.slices * self._slice_bytes(value.encoding)
+        made: Transfer | None = None
+        match step:
+            case AllGather():
+                after = replace(value, slices=value.slices * size)
+                made = Transfer("all_gather", step.axis, size, size * payload, whole)
+            case ReduceScatter():
+                self._need(value.encoding is None, step, "quantized data")
+                share = self._share(step, value, size)
+                after = _Value(share)
+                made = self._reduce_scatter(step, size, payload, share)
+            case AllToAll():
+                share = self._share(step, value, size)
+                after = replace(value, parts=size, slices=share)
+                message = share * self._slice_bytes(value.encoding)
+                made = Transfer("all_to_all", step.axis, size, payload, message)
+            case AllReduce() | ReduceTo():
+                self._need(value.encoding is None, step, "quantized data")
+                after = value
+                op = "all_reduce" if isinstance(step, AllReduce) else "reduce"
+                root = step.root if isinstance(step, ReduceTo) else 0
+                numel = value.slices * self.numel
+                made = Transfer(op, step.axis, size, payload, payload, numel, self.element_bytes, root)
+            case Broadcast():
+                after = value
+                made = Transfer("broadcast", step.axis, size, payload, whole, root=step.root)
+            case _:
+                raise ValueError(f"the simulator does not know the collective {type(step).__name__}")
+        return after, [made] if size > 1 and payload else []
+
+    def _reduce_scatter(self, step: ReduceScatter, size: int, payload: int, share: int) -> Transfer:
+        numel = share * self.numel
+        add = Work("traffic", "add", 0, 3 * numel * self.element_bytes)
+        message = numel * self.element_bytes
+        hop: tuple[tuple[Work, ...], tuple[Work, ...]] = ((), (add,))
+        if step.hop_bits:
+            encode = Work("encode", "", step.hop_bits, numel)
+            decode = Work("decode", "", step.hop_bits, numel)
+            message = share * encoded_bytes(self.segments, step.hop_bits, step.hop_block)
+            hop = ((encode,), (decode, add, encode))
+        return Transfer("reduce_scatter", step.axis, size, payload, message, hop=hop)
+
+    def _slice_bytes(self, encoding: Quantize | None) -> int:
+        if encoding is None:
+            return self.numel * self.element_bytes
+        segments = self.segments if encoding.per_parameter else (self.numel,)
+        return encoded_bytes(segments, encoding.bits, encoding.block)
+
+    def _share(self, step: Collective, value: _Value, size: int) -> int:
+        if value.slices % size:
+            raise ValueError(
+                f"plan '{self.plan.describe()}': {type(step).__name__} over {size} ranks of {step.axis!r} cannot "
+                f"share out {value.slices} slices evenly"
+            )
+        return value.slices // size
+
+    def _copy_slices(self, axis: str) -> int:
+        return self.mesh.num_ranks // self.mesh.size(axis)
+
+    def _need(self, ok: bool, step: Step, found: str) -> None:
+        if not ok:
+            raise ValueError(f"plan '{self.plan.describe()}': {type(step).__name__} cannot take {found}")
+
+
+def _describe(value: _Value) -> str:
+    state = "quantized" if value.encoding is not None else "plain"
+    return f"{value.parts} part(s) of {value.slices} {state} slice(s)"

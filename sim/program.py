@@ -1,0 +1,141 @@
+"""What one rank does in a stretch of training, as a list of items on first-in-first-out workers.
+
+An engine model writes it; `executor` runs it in simulated time, one copy a rank.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .interpreter import Interpreted, LocalWork, Transfer, Work
+
+MAIN = "main"  # the worker of the thread that computes
+COMPUTE = "compute"  # the stream that shows it
+QUANTIZE = "quantize"
+LIBRARY = "library"
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """A stretch of one worker. `after`: indices of items on other workers that must end first."""
+
+    index: int
+    worker: str
+    stream: str  # where ledger and timeline show it
+    phase: str
+    unit: str
+    after: tuple[int, ...]
+    parts: tuple[LocalWork, ...] = ()
+    transfer: Transfer | None = None
+    only_root: bool = False  # the other ranks have nothing to do here
+
+
+@dataclass(slots=True)
+class Program:
+    """Items in the order of issue; each worker takes its own in that order."""
+
+    items: list[Item] = field(default_factory=list)
+    awaited: set[int] = field(default_factory=set)  # items that another worker waits for
+
+    def workers(self) -> dict[str, list[Item]]:
+        by_worker: dict[str, list[Item]] = {MAIN: []}
+        for item in self.items:
+            by_worker.setdefault(item.worker, []).append(item)
+        return by_worker
+
+
+class Writer:
+    """Writes a program.
+
+    Args:
+        merge: Let consecutive local steps of one stream be one item: right where nothing shares the device.
+    """
+
+    def __init__(self, *, merge: bool) -> None:
+        self.program = Program()
+        self._merge = merge
+        self._last: dict[str, Item] = {}
+
+    def last(self, worker: str) -> tuple[int, ...]:
+        """The item that `worker` will have ended when it has ended all so far."""
+        item = self._last.get(worker)
+        return () if item is None else (item.index,)
+
+    def everything(self) -> tuple[int, ...]:
+        return tuple(item.index for item in self._last.values())
+
+    def local(
+        self,
+        worker: str,
+        stream: str,
+        phase: str,
+        unit: str,
+        name: str,
+        work: Work,
+        after: Iterable[int] = (),
+        *,
+        only_root: bool = False,
+    ) -> int:
+        part = LocalWork(name, work)
+        return self._add(worker, stream, phase, unit, after, (part,), None, only_root).index
+
+    def transfer(
+        self, worker: str, stream: str, phase: str, unit: str, transfer: Transfer, after: Iterable[int] = ()
+    ) -> int:
+        return self._add(worker, stream, phase, unit, after, (), transfer, False).index
+
+    def plan(
+        self,
+        interpreted: Interpreted,
+        phase: str,
+        unit: str,
+        *,
+        worker: str | None,
+        after: Iterable[int] = (),
+    ) -> tuple[int, ...]:
+        """All pieces of a plan; `worker` None gives each stream its own.
+
+        `after` holds for every piece that waits for no other.
+
+        Returns:
+            Indices of the items with which the plan ends.
+        """
+        begin = tuple(after)
+        index: list[int] = []
+        open_ends: dict[int, None] = {}
+        for piece in interpreted.pieces:
+            on = worker if worker is not None else piece.stream
+            waits = tuple(index[at] for at in piece.after) if piece.after else begin
+            for at in waits if piece.after else ():
+                open_ends.pop(at, None)
+            if isinstance(piece.what, Transfer):
+                item = self._add(on, piece.stream, phase, unit, waits, (), piece.what, False)
+            else:
+                last = self._last.get(on)
+                joins = self._merge and last is not None and waits == (last.index,) and last.stream == QUANTIZE
+                if joins and last is not None and piece.after:
+                    last.parts = (*last.parts, piece.what)
+                    item = last
+                else:
+                    item = self._add(on, QUANTIZE, phase, unit, waits, (piece.what,), None, False)
+            index.append(item.index)
+            open_ends[item.index] = None
+        return tuple(open_ends)
+
+    def _add(
+        self,
+        worker: str,
+        stream: str,
+        phase: str,
+        unit: str,
+        after: Iterable[int],
+        parts: tuple[LocalWork, ...],
+        transfer: Transfer | None,
+        only_root: bool,
+    ) -> Item:
+        items = self.program.items
+        waits = tuple(dict.fromkeys(at for at in after if items[at].worker != worker))
+        item = Item(len(items), worker, stream, phase, unit, waits, parts, transfer, only_root)
+        self.program.awaited.update(waits)
+        items.append(item)
+        self._last[worker] = item
+        return item

@@ -1,0 +1,153 @@
+"""What may run beside what: one set of rules for each way in which a backend overlaps.
+
+All methods write items; the handle of a gather is the items with which it ends, None if nothing was gathered.
+"""
+
+from collections.abc import Mapping
+
+from .interpreter import Interpreted, Transfer, Work
+from .program import COMPUTE, LIBRARY, MAIN, Writer
+
+Handle = tuple[int, ...] | None
+
+COMM_THREAD = "comm"
+
+
+class Blocking:
+    """FSDP2 on gloo: everything is done by the one thread of a rank, in the order of issue.
+
+    Args:
+        copies: Bytes of a unit's gathered tensor that FSDP copies out after a gather, and in before a reduction;
+            empty where its copies are part of the computation's own time, or nothing is sharded.
+    """
+
+    prefetches_forward = False  # the next unit's gather is issued before this unit computes
+
+    def __init__(self, writer: Writer, copies: Mapping[str, int]) -> None:
+        self.writer = writer
+        self._copies = copies
+        self._waits: tuple[int, ...] = ()  # of the next item on the main worker
+
+    def gather(self, plan: Interpreted, phase: str, unit: str) -> Handle:
+        """Issue a gather, or the publication of a unit."""
+        return self.writer.plan(plan, phase, unit, worker=MAIN)
+
+    def use(self, handle: Handle, phase: str, unit: str) -> None:
+        """The main worker goes on when the unit's weights are there."""
+        if handle is not None:
+            self._waits += handle
+            self._copy("copy_out", phase, unit)
+
+    def compute(self, phase: str, unit: str, key: str) -> None:
+        name = f"{phase} {unit}" if unit != "root" else f"{phase} {key.partition('/')[2]}"
+        self.local(phase, unit, name, Work("compute", key))
+
+    def free(self, unit: str) -> None:
+        """The unit's gathered weights are dropped once the computation so far is done."""
+
+    def reduce(self, plan: Interpreted, phase: str, unit: str) -> None:
+        """The unit's gradients are complete."""
+        self._copy("copy_in", phase, unit)
+        self.writer.plan(plan, phase, unit, worker=MAIN)
+
+    def backward_done(self) -> None:
+        """The end of a micro-batch."""
+
+    def drain(self) -> None:
+        """What follows waits for everything."""
+        self._waits = self.writer.everything()
+
+    def local(self, phase: str, unit: str, name: str, work: Work, *, only_root: bool = False) -> int:
+        """Work on the main worker."""
+        index = self.writer.local(MAIN, COMPUTE, phase, unit, name, work, self._waits, only_root=only_root)
+        self._waits = ()
+        return index
+
+    def library(self, phase: str, transfer: Transfer) -> None:
+        """A collective on the main worker that no plan asked for."""
+        self.writer.transfer(MAIN, LIBRARY, phase, "", transfer, self._waits)
+        self._waits = ()
+
+    def _copy(self, name: str, phase: str, unit: str) -> None:
+        moved = 2 * self._copies.get(unit, 0)
+        if moved:
+            self.local(phase, unit, f"{name} {unit}", Work("traffic", "fsdp_copy", 0, moved))
+
+
+class CommThread(Blocking):
+    """FSDP2 on gloo with `comm.overlap`: one thread a rank runs gathers and reductions, first in first out.
+
+    The main thread waits for a gather where FSDP does, and for the rest before the optimizer step. Forward
+    prefetch is explicit: a unit's gather is queued when the unit before it begins to compute.
+    """
+
+    prefetches_forward = True
+
+    def gather(self, plan: Interpreted, phase: str, unit: str) -> Handle:
+        return self.writer.plan(plan, phase, unit, worker=COMM_THREAD, after=self._issued())
+
+    def reduce(self, plan: Interpreted, phase: str, unit: str) -> None:
+        self._copy("copy_in", phase, unit)
+        self.writer.plan(plan, phase, unit, worker=COMM_THREAD, after=self._issued())
+
+    def _issued(self) -> tuple[int, ...]:
+        return self.writer.last(MAIN) + self._waits
+
+
+class Streams(Blocking):
+    """FSDP2 on NCCL: each stream runs by itself, and the CPU is far ahead of all.
+
+    What holds a gather back are the waits that FSDP2 puts on its streams (torch 2.13, `_fsdp_param_group.py` and
+    `_fsdp_state.py`): in forward for the copy-out of the unit before the last used, so that two gathered outputs
+    live at a time; in backward for the copy-out of the unit just used; after a forward for the end of the unit's
+    own computation; and at a forward's begin for all before it. The compute stream waits for the reduction before
+    the last. Replicated placements know no such wait: their reductions only follow each other.
+
+    Args:
+        sharded: Whether FSDP2's waits hold.
+    """
+
+    def __init__(self, writer: Writer, copies: Mapping[str, int], *, sharded: bool) -> None:
+        super().__init__(writer, copies)
+        self._sharded = sharded
+        self._gate: tuple[int, ...] = ()
+        self._copied_out: tuple[int, ...] = ()
+        self._freed: dict[str, tuple[int, ...]] = {}
+        self._reduced: tuple[int, ...] = ()
+
+    def gather(self, plan: Interpreted, phase: str, unit: str) -> Handle:
+        after = self._gate + self._freed.pop(unit, ())
+        return self.writer.plan(plan, phase, unit, worker=None, after=after)
+
+    def use(self, handle: Handle, phase: str, unit: str) -> None:
+        if handle is None:
+            return
+        self._waits += handle
+        index = self.local(phase, unit, f"copy_out {unit}", self._copy_work(unit))
+        if phase == "backward":
+            self._gate = (index,)
+        else:
+            self._gate, self._copied_out = self._copied_out or self._gate, (index,)
+
+    def free(self, unit: str) -> None:
+        self._freed[unit] = self.writer.last(MAIN)
+        if unit == "root":
+            self._gate, self._copied_out = self._copied_out or self._gate, ()
+
+    def reduce(self, plan: Interpreted, phase: str, unit: str) -> None:
+        if self._sharded:
+            self._waits += self._reduced
+            self.local(phase, unit, f"copy_in {unit}", self._copy_work(unit))
+        self._reduced = self.writer.plan(plan, phase, unit, worker=None, after=self.writer.last(MAIN))
+
+    def backward_done(self) -> None:
+        self.drain()
+
+    def drain(self) -> None:
+        super().drain()
+        self._gate = self._waits
+        self._copied_out = self._reduced = ()
+        self._freed.clear()
+
+    def _copy_work(self, unit: str) -> Work:
+        return Work("traffic", "fsdp_copy", 0, 2 * self._copies.get(unit, 0))

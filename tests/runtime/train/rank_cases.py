@@ -1,0 +1,39 @@
+"""What ranks do in the launcher's tests: functions that a case names as its kind."""
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+
+def add_up(case, context):
+    """Sum the ranks and write the sum where rank 0 is told to."""
+    context.beat(0)
+    total = torch.tensor(float(context.rank))
+    dist.all_reduce(total)
+    if context.rank == 0:
+        (context.case_folder(case) / "sum.txt").write_text(str(total.item()))
+
+
+def fault(case, context):
+    """Collectives without end; one rank does what `options` says in its third step."""
+    for step in range(1000):
+        context.beat(step)
+        if context.rank == case.options["rank"] and step == 3:
+            _do(case.options["fault"])
+        dist.all_reduce(torch.zeros(1000))
+
+
+def _do(fault):
+    if fault == "raise":
+        raise ValueError("optimizer.lr=-1: must be > 0")
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "exit":
+        os._exit(7)
+    if fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "sleep":
+        time.sleep(600)

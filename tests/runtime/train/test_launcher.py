@@ -1,0 +1,174 @@
+"""A launch ends soon after its first fault, says whose it was, and leaves nothing behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from twinbed.conf.compose import compose
+from twinbed.runtime.case import Case, read_launch, write_launch
+from twinbed.runtime.launcher import launch_local
+
+CASES = str(Path(__file__).with_name("rank_cases.py"))
+SMALL = ["model=gpt", "model.layers=1", "model.hidden=16", "model.heads=2", "model.vocab=256", "model.sequence=8"]
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
+
+
+def composed(*overrides, nodes=1, per_node=2, shaped=False):
+    return compose(
+        [
+            *SMALL,
+            "target=runtime",
+            f"cluster.nodes={nodes}",
+            f"cluster.devices_per_node={per_node}",
+            f"cluster.shaped={shaped}",
+            "train.timeout_s=5",
+            *overrides,
+        ]
+    )
+
+
+def run(folder, *kinds, timeout_s=90.0, made=None, **cluster):
+    """Launch cases of kinds ("name", options); the outcome."""
+    made = made or composed(**cluster)
+    cases = [
+        Case(
+            name=f"{name}{i}",
+            folder=f"{i}",
+            experiment=made.resolved,
+            kind=name if ":" in name or name == "train" else f"{CASES}:{name}",
+            options=options,
+        )
+        for i, (name, options) in enumerate(kinds)
+    ]
+    return launch_local(
+        folder, cluster=made.experiment.cluster, cases=cases, timeout_s=timeout_s, show_progress=False
+    )
+
+
+def processes_of(folder):
+    """Pids whose command line names the folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(folder).encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def test_cases_of_one_launch_run_in_turn_and_two_launches_do_not_disturb_each_other(tmp_path):
+    outcomes, made = {}, composed()
+
+    def launch(name):
+        outcomes[name] = run(tmp_path / name, ("add_up", {}), ("add_up", {}), made=made)
+
+    threads = [threading.Thread(target=launch, args=(name,)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name in ("a", "b"):
+        assert outcomes[name].exit_code == 0
+        assert outcomes[name].finished == ("add_up0", "add_up1")
+        for i in (0, 1):
+            assert (tmp_path / name / str(i) / "sum.txt").read_text() == "1.0"
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("raise", "rank 1 failed in step 3 of fault0: optimizer.lr=-1: must be > 0"),
+        ("kill", "rank 1 was killed by SIGKILL in step 3 of fault0"),
+        ("exit", "rank 1 ended in step 3 of fault0"),
+        ("stop", "rank 1 did not answer any more, last seen in step 3 of fault0"),
+    ],
+)
+def test_the_first_failing_rank_is_named(tmp_path, capfd, fault, says):
+    started = time.monotonic()
+    outcome = run(tmp_path, ("fault", {"rank": 1, "fault": fault}), ("train", {}))
+    assert time.monotonic() - started < 30
+    assert outcome.exit_code == 1
+    assert says in outcome.error
+    assert outcome.failed_rank == (0 if fault == "stop" else 1)
+    assert outcome.finished == ()
+    result = json.loads((tmp_path / "1" / "result.json").read_text())
+    assert result["status"] == "failed"
+    assert result["error"] == outcome.error
+    assert says in capfd.readouterr().err
+    assert processes_of(tmp_path) == []
+
+
+def test_a_launch_has_a_time_limit(tmp_path):
+    outcome = run(tmp_path, ("fault", {"rank": 0, "fault": "sleep"}), timeout_s=4.0)
+    assert outcome.error == "the launch took longer than timeout_s=4"
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_when_the_launcher_is_ended(tmp_path, how):
+    made = composed()
+    program = (
+        "import json, sys\nfrom pathlib import Path\n"
+        "from twinbed.conf.compose import load_experiment\n"
+        "from twinbed.runtime.case import read_launch\n"
+        "from twinbed.runtime.launcher import launch_local\n"
+        "folder = Path(sys.argv[1])\ncases = read_launch(folder).cases\n"
+        "cluster = load_experiment(cases[0].experiment).cluster\n"
+        "sys.exit(launch_local(folder, cluster=cluster, cases=cases).exit_code)\n"
+    )
+    case = Case(
+        name="c", folder="c", experiment=made.resolved, kind=f"{CASES}:fault", options={"rank": 1, "fault": "sleep"}
+    )
+    write_launch(tmp_path, [case])
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while len(processes_of(tmp_path)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1.0)
+    launcher.send_signal(how)
+    assert launcher.wait(timeout=20) != 0
+    deadline = time.monotonic() + 5
+    while processes_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_of(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path, capfd):
+    (tmp_path / "file").write_text("in the way")
+    outcome = run(tmp_path / "file" / "below", ("add_up", {}))
+    assert outcome.exit_code == 1
+    assert "cannot be written" in capfd.readouterr().err
+
+
+def test_the_launcher_needs_no_torch():
+    program = "import sys, twinbed.runtime.launcher, twinbed.runtime.preflight, twinbed.runtime.script; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_launch_file_comes_back_and_bad_ones_are_refused(tmp_path):
+    case = Case(name="a", folder="a", experiment={"steps": 1}, warnings=("odd",))
+    write_launch(tmp_path, [case], git_commit="abc")
+    assert read_launch(tmp_path).cases == (case,)
+    assert read_launch(tmp_path).git_commit == "abc"
+    with pytest.raises(ValueError, match="at least one case"):
+        write_launch(tmp_path, [])
+    with pytest.raises(ValueError, match="differ in name"):
+        write_launch(tmp_path, [case, case])
+    with pytest.raises(ValueError, match="kind='oops'"):
+        Case(name="a", folder="a", experiment={}, kind="oops")
+    (tmp_path / "launch.json").write_text("{")
+    with pytest.raises(ValueError, match="is no launch file"):
+        read_launch(tmp_path)
