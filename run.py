@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,15 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 from twinbed.analysis.parity import compare_records, write_parity
 from twinbed.analysis.record import RESULT, Record, new_result, read_record, write_record, write_text
-from twinbed.conf.compose import CONFIG_NAME, CONFIG_PATH, Composed, from_hydra, register_schema
+from twinbed.conf.compose import (
+    CONFIG_NAME,
+    CONFIG_PATH,
+    Composed,
+    from_hydra,
+    load_experiment,
+    register_schema,
+    to_dict,
+)
 from twinbed.conf.schema import Launch, Target
 from twinbed.policies.comm import CommPolicy, build_comm, describe_action, parse_event
 
@@ -140,7 +149,8 @@ def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...],
     """
     from twinbed.runtime.case import CALIBRATE, Case
     from twinbed.runtime.machine import BusyWatch
-    from twinbed.sim.constants import with_constants
+    from twinbed.runtime.probe import cluster_with
+    from twinbed.sim.constants import with_fixed_costs
 
     cases = (
         Case(
@@ -162,8 +172,13 @@ def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...],
         )
     else:
         measured = json.loads((folder / PROBE / "probe.json").read_text(encoding="utf-8"))
-        compute = json.loads((folder / CALIBRATION / "calibration.json").read_text(encoding="utf-8"))
-        predicted = with_constants(composed, measured, compute)
+        calibration = json.loads((folder / CALIBRATION / "calibration.json").read_text(encoding="utf-8"))
+        cluster = cluster_with(
+            composed.resolved["cluster"], measured, calibration["compute_ns"], one_machine=True
+        )
+        experiment = load_experiment(composed.resolved | {"cluster": cluster})
+        experiment = with_fixed_costs(experiment, composed.spec, policy)
+        predicted = replace(composed, experiment=experiment, resolved=to_dict(experiment))
         write_simulation(predicted, policy, warnings, folder / "sim")
     sim = read_record(folder / "sim")
     parity = compare_records(

@@ -172,6 +172,8 @@ def _check_result(result: object, path: Path) -> None:
     for key in ("ranks", "loss", "guessed_inputs", "fitted_constants", "warnings", "classes"):
         if not isinstance(result.get(key) or [], list):
             raise ValueError(f"{path}: {key} must be a list, found {type(result[key]).__name__}")
+    if not all(isinstance(entry, dict) for entry in result.get("ranks") or []):
+        raise ValueError(f"{path}: ranks must be a list of objects")
 
 
 def _has_sides(folder: Path) -> bool:

@@ -110,8 +110,8 @@ def sweep_report(sweep: Sweep) -> Report:
     runs.blocks.append(
         Block(
             text="Iteration time is measured where there was a real run (in brackets its smallest and "
-            "largest iteration), else predicted (in brackets the range over the guessed inputs). The speed-up is "
-            "against the first run that succeeded."
+            "largest iteration), else predicted (in brackets the range over the guessed inputs). The "
+            "speed-up is against the first run that succeeded."
         )
     )
     runs.blocks.append(Block(table=shown, csv=csv))
@@ -208,10 +208,7 @@ def _phase_section(report: Report, run: Run, policy: str) -> Section:
         section.blocks.append(Block(text="The record does not say how an iteration's time was spent."))
         return section
     csv = report.add_table("phases", table)
-    caption = (
-        "Phases overlap and do not add up: exposed communication is the part of the total during which "
-        "nothing was computed."
-    )
+    caption = "Of the mean rank. Exposed communication is what computing does not hide; the total counts all."
     uri = report.add_figure("phases", plots.phase_figure(table, policy=policy))
     section.blocks.append(Block(figure_uri=uri, caption=caption, csv=csv))
     ranks = tables.rank_table(run)

@@ -36,7 +36,7 @@ def compare_records(
 
     Returns:
         `status` is `failed` if either run failed, the ledgers differ or the replay did; `reasons` says which.
-        `ledger_equal` is None when a failed run left no whole ledger to compare. Ratios are
+        `ledger_equal` is None when a run that stopped early left no whole ledger to compare. Ratios are
         predicted / measured, None where either side is missing or nothing was measured.
 
     Raises:
@@ -47,7 +47,9 @@ def compare_records(
         for side, record in (("simulation", sim), ("real run", real))
         if record.result.get("status") == "failed"
     ]
-    comparable = not reasons
+    # out of memory before the first collective: an empty ledger is no ledger
+    stopped = any(record.result.get("status") == "oom" and not record.ledger for record in (sim, real))
+    comparable = not reasons and not stopped
     difference = first_difference(sim, real) if comparable else None
     if difference is not None:
         reasons.append(str(difference["message"]))

@@ -25,7 +25,14 @@ POLICY_COLOURS = {
     "zeropp": "#d55e00",
 }
 OTHER_COLOUR = "#555a66"
-_STREAM_COLOURS = {"compute": "#3b7dd8", "gather": "#e08e2b", "reduce": "#3a9d5d", "library": "#a05fb8"}
+# also the order of a rank's tracks
+_STREAM_COLOURS = {
+    "compute": "#3b7dd8",
+    "quantize": "#7a8794",
+    "gather": "#e08e2b",
+    "reduce": "#3a9d5d",
+    "library": "#a05fb8",
+}
 _SPARE_COLOURS = ("#c44e52", "#64b5cd", "#8c8c8c", "#937860", "#da8bc3")
 _MEMORY_COLOURS = dict(
     zip(MEMORY, ("#0072b2", "#e69f00", "#8c564b", "#009e73", "#56b4e9", "#bdbdbd"), strict=True)
@@ -81,7 +88,7 @@ def volume_figure(volumes: pd.DataFrame, *, policy: str) -> Figure:
 
 
 def phase_figure(phases: pd.DataFrame, *, policy: str) -> Figure:
-    """Seconds of an iteration in each phase (they overlap); `phases`: `tables.phase_table`."""
+    """Seconds of an iteration in each phase; `phases`: `tables.phase_table`."""
     figure, axes = _figure(5.8, 3.2)
     scaled = phases.rename(columns={"seconds": "amount"})
     order = ("compute", "comm_exposed", "comm_total", "quantize", "idle")
@@ -177,7 +184,7 @@ def timeline_figure(timeline: pd.DataFrame) -> Figure:
     grid = figure.subplots(
         len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
     )
-    streams = sorted(set(timeline["stream"]))
+    streams = sorted({str(stream) for stream in timeline["stream"]}, key=_stream_order)
     colours = _stream_colours(streams)
     longest = float(timeline["end_s"].max()) if len(timeline) else 1.0
     scale, unit = (1e3, "ms") if longest < 10 else (1.0, "s")
@@ -319,7 +326,12 @@ def _grouped(axes: Axes, frame: pd.DataFrame, by: str, order: Sequence[str], col
 
 def _tracks(timeline: pd.DataFrame) -> list[tuple[int, str]]:
     pairs = {(int(row["rank"]), str(row["stream"])) for row in records(timeline)}
-    return sorted(pairs)
+    return sorted(pairs, key=lambda pair: (pair[0], _stream_order(pair[1])))
+
+
+def _stream_order(stream: str) -> tuple[int, str]:
+    known = list(_STREAM_COLOURS)
+    return (known.index(stream) if stream in known else len(known), stream)
 
 
 def _stream_colours(streams: Sequence[str]) -> dict[str, str]:
@@ -348,8 +360,8 @@ def _draw_tracks(
             linewidth=0.4,
             alpha=1.0 if span["depth"] == 0 else 0.75,
         )
-        # about 170 characters of this size fit across; a name that does not fit its bar is left out
-        if span["depth"] == 0 and len(span["name"]) < 170 * (length / scale) / longest:
+        # about 190 characters of this size fit across; a name that does not fit its bar is left out
+        if span["depth"] == 0 and len(span["name"]) < 190 * (length / scale) / longest:
             middle = start + length / 2
             axes.text(middle, row, span["name"], ha="center", va="center", fontsize=6.5, color="white")
     axes.set_yticks(range(len(tracks)), [f"rank {r}  {s}" for r, s in reversed(tracks)], fontsize=8)

@@ -92,7 +92,7 @@ def other_shown(table: pd.DataFrame) -> ShownTable:
 
 
 def difference_shown(difference: Mapping[str, Any]) -> ShownTable:
-    """The two rows of `parity.first_difference` side by side, a line for each column, differing ones marked."""
+    """The two rows of `parity.first_difference` side by side, a line a column, differing ones marked."""
     rows = []
     for column in COMPARED:
         pair = (difference[side] for side in ("sim", "runtime"))
@@ -139,9 +139,7 @@ def render_text(table: ShownTable, *, indent: str = "  ") -> str:
 
     def laid_out(line: Sequence[str]) -> str:
         cells = (
-            cell.rjust(width)
-            if c >= table.first_number and table.columns[c] != "error"
-            else cell.ljust(width)
+            cell.rjust(width) if c >= table.first_number else cell.ljust(width)
             for c, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         return (indent + "  ".join(cells)).rstrip()

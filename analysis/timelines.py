@@ -1,8 +1,8 @@
 """Timelines of a prediction and its run, side by side: one file for Perfetto, one table for the picture."""
 
-import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pandas as pd
@@ -12,7 +12,6 @@ from .record import Record, Span, trace_events
 from .tables import sides
 
 SHORT = {"predicted": "sim", "measured": "real"}
-_ITERATION = re.compile(r"(?:iteration|step)[ ._:/-]?(\d+)")
 
 
 def merged_trace(run: Run) -> dict[str, Any]:
@@ -42,8 +41,8 @@ def iteration_timeline(run: Run, *, max_ranks: int = 8) -> pd.DataFrame:
     """side, rank, stream, name, start_s, end_s, depth: the spans of one iteration, which starts at 0.
 
     `depth` counts the spans of the same track that enclose this one. Both sides show the same iteration, the
-    first after the warm-up, where spans named `iteration N` (or `step N`) mark it; else the last stretch of
-    the run as long as its mean iteration.
+    first after the warm-up, found by the computations called `forward/...`; where they do not tell (with
+    recomputation forward passes come in backward too), the last stretch as long as the mean iteration.
 
     Args:
         max_ranks: Show the lowest ranks only: a picture of more tracks cannot be read.
@@ -58,10 +57,7 @@ def iteration_timeline(run: Run, *, max_ranks: int = 8) -> pd.DataFrame:
         kept = [
             span
             for span in record.spans
-            if span.rank in ranks
-            and span.start_ns < end
-            and span.end_ns > start
-            and not _ITERATION.fullmatch(span.name)
+            if span.rank in ranks and span.start_ns < end and span.end_ns > start
         ]
         for span, depth in _with_depth(kept):
             rows.append(
@@ -82,26 +78,31 @@ def _window(record: Record) -> tuple[int, int] | None:
     """First and last nanosecond of the iteration to show; None without spans."""
     if not record.spans:
         return None
-    marks = _marked(record.spans)
-    warmup = (record.result.get("experiment") or {}).get("warmup_steps")
-    if marks:
-        after = [number for number in sorted(marks) if number >= (warmup or 0)]
-        return marks[after[0] if after else max(marks)]
     first = min(span.start_ns for span in record.spans)
     last = max(span.end_ns for span in record.spans)
+    experiment = record.result.get("experiment") or {}
+    accumulation = (experiment.get("batch") or {}).get("accumulation") or 1
+    starts = _micro_batch_starts(record.spans)[::accumulation]
+    if len(starts) == experiment.get("steps"):
+        number = min(experiment.get("warmup_steps") or 0, len(starts) - 1)
+        return (starts[number], starts[number + 1] if number + 1 < len(starts) else last)
     mean_s = (record.result.get("iteration_s") or {}).get("mean")
     return (first, last) if not mean_s else (max(first, last - round(mean_s * 1e9)), last)
 
 
-def _marked(spans: Sequence[Span]) -> Mapping[int, tuple[int, int]]:
-    marks: dict[int, tuple[int, int]] = {}
-    for span in spans:
-        match = _ITERATION.fullmatch(span.name)
-        if match:
-            number = int(match.group(1))
-            start, end = marks.get(number, (span.start_ns, span.end_ns))
-            marks[number] = (min(start, span.start_ns), max(end, span.end_ns))
-    return marks
+def _micro_batch_starts(spans: Sequence[Span]) -> list[int]:
+    """Where, on the lowest rank, a forward pass follows something else: there the something else ended."""
+    lowest = min(span.rank for span in spans)
+    compute = [span for span in spans if span.rank == lowest and span.stream == "compute"]
+    compute.sort(key=lambda span: span.start_ns)
+    starts = [min(span.start_ns for span in spans)] if compute and _is_forward(compute[0]) else []
+    return starts + [
+        before.end_ns for before, span in pairwise(compute) if _is_forward(span) and not _is_forward(before)
+    ]
+
+
+def _is_forward(span: Span) -> bool:
+    return span.name.partition("/")[0] == "forward"
 
 
 def _with_depth(spans: Sequence[Span]) -> list[tuple[Span, int]]:

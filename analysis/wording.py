@@ -75,7 +75,7 @@ def ledger_sentence(parity: Mapping[str, Any]) -> str:
     """Whether both sides communicated alike."""
     rows = parity["ledger_rows"]
     if parity["ledger_equal"] is None:
-        return "The ledgers were not compared: a side failed."
+        return "The ledgers were not compared: a side did not run to its end."
     if parity["ledger_equal"]:
         if rows["runtime"] == 0:
             return "Both ledgers are empty: nothing was communicated."

@@ -134,6 +134,8 @@ class HostConf:
     cores: int = 0  # cores that the ranks of one host share; 0: each rank has its own device
     all_nodes: bool = False  # one machine hosts all nodes: all ranks share its cores
     op_ns: dict[str, int] = field(default_factory=dict)  # fixed cost of one collective: "all_gather/world"
+    op_measured_ns: dict[str, int] = field(default_factory=dict)  # a whole small collective, by kind and message
+    # bytes: "all_gather/world/512"; the simulator takes what the network needs off and has op_ns
     codec_ns: dict[str, int] = field(default_factory=dict)  # fixed cost of one codec call: "encode8"
     codec_ns_per_element: dict[str, float] = field(default_factory=dict)  # "encode8", "decode4", ...
     compute_ns: dict[str, int] = field(default_factory=dict)  # wall time of one rank while all compute:

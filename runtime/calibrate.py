@@ -76,8 +76,8 @@ def calibrate(
     """Run some steps of the same engine with an interpreter that sends nothing; call it on all ranks.
 
     All ranks start each iteration together, so that they compete for the cores as in a real one. Of the
-    iterations the half whose total time is nearest the middle counts, and parts are means over it: they add up
-    to the iteration, which medians of parts would not.
+    iterations the half whose total time is nearest the middle counts, and parts are means over it: they add
+    up to the iteration, which medians of parts would not.
 
     Args:
         warmup: Iterations before the first that counts.
@@ -117,9 +117,7 @@ def _middle_half(
     return parts, mean, (max(lengths) - min(lengths)) / mean
 
 
-def _mean(
-    ranks: Sequence[tuple[dict[str, float], float, float]], *, micro_batches: int
-) -> Calibration:
+def _mean(ranks: Sequence[tuple[dict[str, float], float, float]], *, micro_batches: int) -> Calibration:
     names = ranks[0][0]
     n = len(ranks)
     return Calibration(

@@ -37,9 +37,8 @@ class Case:
 
     def __post_init__(self) -> None:
         if self.kind not in (TRAIN, CALIBRATE) and ":" not in self.kind:
-            raise ValueError(
-                f"case {self.name}: kind={self.kind!r} must be one of {[TRAIN, CALIBRATE]}, or 'module:function'"
-            )
+            legal = f"one of {[TRAIN, CALIBRATE]}, or 'module:function'"
+            raise ValueError(f"case {self.name}: kind={self.kind!r} must be {legal}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Save and resume through torch.distributed.checkpoint. Finding a checkpoint needs no torch.
 
-A checkpoint is written to a folder of another name, completed by its manifest, and then renamed: what is called
-`step_<n>` is whole. All ranks must see the same folder.
+A checkpoint is written to a folder of another name, completed by its manifest, and then renamed: what is
+called `step_<n>` is whole. All ranks must see the same folder.
 """
 
 import json
@@ -99,7 +99,8 @@ def save_checkpoint(
         RuntimeError: A rank could not write its part; nothing is then named `step_<n>`.
     """
     import torch.distributed as dist
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     final = folder / f"step_{step:08d}"
     partial = folder / f".{final.name}.partial"
@@ -109,8 +110,8 @@ def save_checkpoint(
     dist.barrier()
     state = {"model": engine.state_dict(), "optimizer": _optimizer_state(optimizer)}
     try:
-        dcp.save(state, checkpoint_id=partial)
-    except dcp.api.CheckpointException as err:  # a BaseException, which nobody expects
+        save(state, checkpoint_id=partial)
+    except CheckpointException as err:  # a BaseException, which nobody expects
         raise RuntimeError(f"checkpoint {final} cannot be written: {_first_line(err)}") from err
     if rank == 0:
         manifest = {
@@ -134,12 +135,13 @@ def load_checkpoint(
     Raises:
         RuntimeError: It cannot be read, or lacks what this run needs.
     """
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     state = {"model": engine.state_dict(), "optimizer": _optimizer_state(optimizer)}
     try:
-        dcp.load(state, checkpoint_id=checkpoint.folder)
-    except dcp.api.CheckpointException as err:
+        load(state, checkpoint_id=checkpoint.folder)
+    except CheckpointException as err:
         raise RuntimeError(f"checkpoint {checkpoint.folder} cannot be read: {_first_line(err)}") from err
     engine.load_state_dict(state["model"])
 

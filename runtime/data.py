@@ -1,4 +1,4 @@
-"""Tokens to train on: bytes of English text, or random ones. The order of sequences does not depend on the ranks.
+"""Tokens to train on: bytes of English text, or random ones, in an order that does not depend on the ranks.
 
 Imports no torch, so that a bad text file is an error before any process starts.
 """
@@ -23,7 +23,7 @@ class Batches:
 
     A sequence is numbered over all steps: within a step micro-batch by micro-batch, within a micro-batch rank
     by rank. Its tokens follow from its number and the seed alone, so that a step of the same global size
-    holds the same sequences on any number of ranks, and a resumed run goes on with the data it would have had.
+    holds the same sequences on any number of ranks, and a resumed run sees what it would have seen.
 
     Raises:
         ValueError: The text cannot be read or is too short for one sequence, or the vocabulary has no

@@ -1,7 +1,7 @@
 """Where an iteration's time goes: consecutive laps, each named after the unit that was at work.
 
-Nothing is left out between two laps, so that the laps of an iteration add up to it. A lap holds all that was done
-for its unit on this thread: its own computation, and FSDP's copies and collectives for it.
+Nothing is left out between two laps, so that the laps of an iteration add up to it. A lap holds all that was
+done for its unit on this thread: its own computation, and FSDP's copies and collectives for it.
 """
 
 import time
@@ -86,7 +86,7 @@ def boundary(x: torch.Tensor, clock: Clock | None, *, forward: str, backward: st
     """
     if clock is None:
         return x
-    marked: torch.Tensor = _Boundary.apply(x, clock, forward, backward)
+    marked: torch.Tensor = _Boundary.apply(x, clock, forward, backward)  # type: ignore[no-untyped-call]
     return marked
 
 
@@ -104,12 +104,12 @@ class Pace:
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """At the unit's input."""
-        entered: torch.Tensor = _Enter.apply(x, self)
+        entered: torch.Tensor = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
         return entered
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """At the unit's output."""
-        left: torch.Tensor = _Leave.apply(x, self)
+        left: torch.Tensor = _Leave.apply(x, self)  # type: ignore[no-untyped-call]
         return left
 
     def forward_begins(self) -> None:

@@ -70,8 +70,8 @@ def launch_local(
 ) -> LaunchOutcome:
     """Run `cases` on ranks of this machine and wait for them.
 
-    Each case writes its record; of a case that was not completed `result.json` says `failed` and why. Logs are
-    `rank<k>.log` in `folder`. Whatever ends this call, no process and no namespace is left.
+    Each case writes its record; of a case that was not completed `result.json` says `failed` and why. Logs
+    are `rank<k>.log` in `folder`. Whatever ends this call, no process and no namespace is left.
 
     Args:
         folder: Of the launch; made if absent.
@@ -90,9 +90,7 @@ def launch_local(
             (folder / case.folder / RESULT).unlink(missing_ok=True)
     except OSError as err:
         return _failed(f"the output folder {folder} cannot be written: {err.strerror or err}", started)
-    shape = LinkShape(
-        bandwidth_Bps=cluster.inter_node.node_Bps, latency_ns=cluster.inter_node.latency_ns
-    )
+    shape = LinkShape(bandwidth_Bps=cluster.inter_node.node_Bps, latency_ns=cluster.inter_node.latency_ns)
     try:
         nodes = LocalCluster(
             nodes=cluster.nodes,
@@ -115,7 +113,7 @@ def launch_local(
             text = f"the launcher failed: {type(err).__name__}: {err}"
         _write_failed(folder, cases, Cause(None, text), git_commit)
         raise
-    told = {"backend": nodes.backend, "unshaped_reason": reason, "notes": nodes.notes}
+    told: dict[str, Any] = {"backend": nodes.backend, "unshaped_reason": reason, "notes": nodes.notes}
     if cause is not None:
         return _failed(cause.error, started, folder, cases, git_commit, cause.rank, told)
     return LaunchOutcome(

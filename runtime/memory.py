@@ -1,5 +1,6 @@
 """Measured bytes of a rank's tensors by class, and the peak of the process."""
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -34,10 +35,8 @@ class PeakMemory:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             return
-        try:
+        with contextlib.suppress(OSError):  # then it is the peak since the process started
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
-        except OSError:  # then it is the peak since the process started
-            pass
 
     def read_bytes(self) -> int:
         if self._device.type == "cuda":

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ..conf.model_flop import block_matmuls, root_matmuls
@@ -25,8 +25,8 @@ class GPT(nn.Module):
     Args:
         spec: Of family "gpt".
         seed: Of the initial weights.
-        recompute: Every block repeats its forward in backward. The checkpoint lies outside the block's module, and
-            so outside FSDP's hooks: gathers keep their number and order.
+        recompute: Every block repeats its forward in backward. The checkpoint lies outside the block's
+            module, and so outside FSDP's hooks: gathers keep their number and order.
 
     Raises:
         ValueError: The spec is of another family.
@@ -54,9 +54,7 @@ class GPT(nn.Module):
         x_BTD = self.embedding(tokens_BT) + self.position(positions_T)
         border, last = "root", len(self.blocks) - 1
         for i, block in enumerate(self.blocks):
-            x_BTD = boundary(
-                x_BTD, self.clock, forward=f"forward/{border}", backward=f"backward/block.{i}"
-            )
+            x_BTD = boundary(x_BTD, self.clock, forward=f"forward/{border}", backward=f"backward/block.{i}")
             if self.recompute and torch.is_grad_enabled():
                 x_BTD = checkpoint(block, x_BTD, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -66,8 +64,8 @@ class GPT(nn.Module):
         if self._pace is not None:
             x_BTD = self._pace.enter(x_BTD)
         head_VD = self.embedding.weight if self.spec.tied_embeddings else self.head.weight
-        logits_BTV = F.linear(self.norm(x_BTD), head_VD)
-        loss = F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
+        logits_BTV = functional.linear(self.norm(x_BTD), head_VD)
+        loss = functional.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
         return loss if self._pace is None else self._pace.leave(loss)
 
     def units(self) -> Mapping[str, nn.Module]:
@@ -117,16 +115,17 @@ class Block(nn.Module):
         if self.pace is not None:
             x_BTD = self.pace.enter(x_BTD)
         x_BTD = x_BTD + self.proj(self._attention(self.qkv(self.norm1(x_BTD))))
-        x_BTD = x_BTD + self.fc2(F.gelu(self.fc1(self.norm2(x_BTD))))
+        x_BTD = x_BTD + self.fc2(functional.gelu(self.fc1(self.norm2(x_BTD))))
         return x_BTD if self.pace is None else self.pace.leave(x_BTD)
 
     def _attention(self, qkv_BTX: Tensor) -> Tensor:
         heads, keys, size = self.num_heads, self.num_key_heads, self.head_size
-        q_BTX, k_BTX, v_BTX = qkv_BTX.split([heads * size, keys * size, keys * size], dim=-1)
-        q_BHTE = q_BTX.unflatten(-1, (heads, size)).transpose(1, 2)
-        k_BKTE = k_BTX.unflatten(-1, (keys, size)).transpose(1, 2)
-        v_BKTE = v_BTX.unflatten(-1, (keys, size)).transpose(1, 2)
-        mixed_BHTE = F.scaled_dot_product_attention(
+        widths = [heads * size, keys * size, keys * size]
+        q_BTX, k_BTX, v_BTX = torch.split(qkv_BTX, widths, dim=-1)
+        q_BHTE = torch.unflatten(q_BTX, -1, (heads, size)).transpose(1, 2)
+        k_BKTE = torch.unflatten(k_BTX, -1, (keys, size)).transpose(1, 2)
+        v_BKTE = torch.unflatten(v_BTX, -1, (keys, size)).transpose(1, 2)
+        mixed_BHTE = functional.scaled_dot_product_attention(
             q_BHTE, k_BKTE, v_BKTE, is_causal=True, enable_gqa=keys != heads
         )
         return mixed_BHTE.transpose(1, 2).flatten(2)

@@ -149,8 +149,7 @@ def _record(
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
     phases = [
-        step_phases(report.steps_ns, report.laps, report.spans, [round(t * 1e9) for t in times_s])
-        for report in reports
+        step_phases(report.steps_ns, report.spans, [round(t * 1e9) for t in times_s]) for report in reports
     ]
     result["ranks"] = [
         {"rank": report.rank, "count": 1, "phases_s": mean_phases(own[warmup:])}
@@ -222,7 +221,5 @@ def _on_one_clock(reports: Sequence[RankReport]) -> list[Span]:
     for report in reports:
         origin = starts[report.clock]
         for span in [*report.spans, *compute_spans(report.rank, report.laps, report.spans)]:
-            spans.append(
-                replace(span, start_ns=span.start_ns - origin, end_ns=span.end_ns - origin)
-            )
+            spans.append(replace(span, start_ns=span.start_ns - origin, end_ns=span.end_ns - origin))
     return [span for span in spans if span.start_ns >= 0]

@@ -7,45 +7,43 @@ from ..analysis.record import Span
 from ..policies.plan import GATHER_STREAM, REDUCE_STREAM
 from .intervals import Intervals, clip, length_ns, subtract, union
 from .laps import Lap
+from .ledger import LIBRARY_STREAM, QUANTIZE_STREAM, WAIT_STREAM
 
 PHASES: Final = ("compute", "comm_exposed", "comm_total", "quantize", "idle")
 COMPUTE_STREAM: Final = "compute"
-LIBRARY_STREAM: Final = "library"
+_COMM_STREAMS: Final = (GATHER_STREAM, REDUCE_STREAM, LIBRARY_STREAM)
 
 
 def step_phases(
-    steps_ns: Sequence[tuple[int, int]],
-    laps: Sequence[Lap],
-    spans: Sequence[Span],
-    slowest_ns: Sequence[int],
+    steps_ns: Sequence[tuple[int, int]], spans: Sequence[Span], slowest_ns: Sequence[int]
 ) -> list[dict[str, float]]:
     """Seconds of each phase, for each step of one rank.
 
     compute, comm_exposed and quantize are what the rank's main thread did; idle is what it waited for the
-    slowest rank after its step; these four add up to the iteration. comm_total is the time that collectives took,
-    hidden or not.
+    slowest rank after its step; these four add up to the iteration. comm_total is the time that collectives
+    took, hidden or not.
 
     Args:
         steps_ns: Start and end of each step.
-        laps: All laps of the run.
         spans: The ledger's.
         slowest_ns: Each step's time on its slowest rank.
     """
-    comm = union((s.start_ns, s.end_ns) for s in spans if is_comm(s))
-    blocked = union((s.start_ns, s.end_ns) for s in spans if is_comm(s) and blocks(s))
-    quantize = union((s.start_ns, s.end_ns) for s in spans if is_quantize(s) and blocks(s))
+    comm = union((s.start_ns, s.end_ns) for s in spans if s.stream in _COMM_STREAMS)
+    coding = union((s.start_ns, s.end_ns) for s in spans if s.stream == QUANTIZE_STREAM)
+    held = _held(spans)
     phases = []
     for (start, end), slowest in zip(steps_ns, slowest_ns, strict=True):
-        coding = clip(quantize, start, end)
-        exposed = subtract(clip(blocked, start, end), coding)
-        own = end - start
+        own_ns = end - start
+        main = clip(held, start, end)
+        exposed_ns = length_ns(main) if _overlaps(spans) else length_ns(subtract(main, coding))
+        coding_ns = length_ns(main) - exposed_ns
         phases.append(
             {
-                "compute": (own - length_ns(exposed) - length_ns(coding)) / 1e9,
-                "comm_exposed": length_ns(exposed) / 1e9,
-                "comm_total": length_ns(clip(comm, start, end)) / 1e9,
-                "quantize": length_ns(coding) / 1e9,
-                "idle": max(0, slowest - own) / 1e9,
+                "compute": (own_ns - length_ns(main)) / 1e9,
+                "comm_exposed": exposed_ns / 1e9,
+                "comm_total": length_ns(subtract(clip(comm, start, end), coding)) / 1e9,
+                "quantize": coding_ns / 1e9,
+                "idle": max(0, slowest - own_ns) / 1e9,
             }
         )
     return phases
@@ -58,7 +56,7 @@ def mean_phases(steps: Sequence[dict[str, float]]) -> dict[str, float | None]:
 
 def compute_spans(rank: int, laps: Sequence[Lap], spans: Sequence[Span]) -> list[Span]:
     """The laps as spans, without the time in which the ledger's spans held the main thread."""
-    held = union((s.start_ns, s.end_ns) for s in spans if blocks(s))
+    held = _held(spans)
     pieces: list[Span] = []
     for lap in laps:
         inside = clip(held, lap.start_ns, lap.end_ns)
@@ -67,13 +65,12 @@ def compute_spans(rank: int, laps: Sequence[Lap], spans: Sequence[Span]) -> list
     return pieces
 
 
-def is_comm(span: Span) -> bool:
-    return span.stream in (GATHER_STREAM, REDUCE_STREAM, LIBRARY_STREAM)
+def _overlaps(spans: Sequence[Span]) -> bool:
+    """With a communication thread the main thread is held by its waits only, and not by collectives."""
+    return any(span.stream == WAIT_STREAM for span in spans)
 
 
-def is_quantize(span: Span) -> bool:
-    return span.stream == "quantize"
-
-
-def blocks(span: Span) -> bool:
-    return True
+def _held(spans: Sequence[Span]) -> Intervals:
+    """When the main thread did not compute."""
+    streams = (WAIT_STREAM, LIBRARY_STREAM) if _overlaps(spans) else (*_COMM_STREAMS, QUANTIZE_STREAM)
+    return union((s.start_ns, s.end_ns) for s in spans if s.stream in streams)

@@ -13,12 +13,12 @@ def check_run(experiment: ExperimentConf) -> None:
         ValueError: The data, the checkpoint to resume from, or a combination of keys does not do.
     """
     spec = model_spec(experiment)
-    if experiment.comm.parameter_server and experiment.precision is Precision.fp16:
-        if not experiment.train.loss_scale:
-            raise ValueError(
-                "train.loss_scale=0 (dynamic) with comm.parameter_server=true and precision=fp16: only the "
-                "server sees an overflow, and the others would go on with another scale; give a fixed scale, "
-                "or use precision=bf16"
-            )
+    fp16_server = experiment.comm.parameter_server and experiment.precision is Precision.fp16
+    if fp16_server and not experiment.train.loss_scale:
+        raise ValueError(
+            "train.loss_scale=0 (dynamic) with comm.parameter_server=true and precision=fp16: only the "
+            "server sees an overflow, and the others would go on with another scale; give a fixed scale, or "
+            "use precision=bf16"
+        )
     check_data(experiment, vocab=spec.vocab, sequence=experiment.batch.sequence or spec.sequence)
     check_resume(experiment)

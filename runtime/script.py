@@ -13,8 +13,8 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 _TORCHRUN = """\
 #!/usr/bin/env bash
 # {title}
-# Start it once on each of the {nodes} nodes, all of which must see this folder; RDZV_HOST is the name or address
-# of one of them:
+# Start it once on each of the {nodes} nodes, all of which must see this folder; RDZV_HOST is the name or
+# address of one of them:
 #   RDZV_HOST=node0 {script}
 set -euo pipefail
 FOLDER=${{TWINBED_FOLDER:-{folder}}}
@@ -74,7 +74,9 @@ def script_text(path: Path, experiment: ExperimentConf) -> str:
         "job": f"twinbed-{experiment.comm.name}",
         "folder": shlex.quote(str(path.parent)),
         "script": shlex.quote(str(path)),
-        "devices": f"#SBATCH --gpus-per-node={per_node}\n" if gpus else f"#SBATCH --cpus-per-task={per_node}\n",
+        "devices": f"#SBATCH --gpus-per-node={per_node}\n"
+        if gpus
+        else f"#SBATCH --cpus-per-task={per_node}\n",
         "common": _COMMON,
         "torchrun": "torchrun",
     }

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from ..conf.compose import load_experiment, model_spec
 from ..conf.model_spec import ModelSpec
 from ..conf.schema import ExperimentConf, OptimizerConf, Recompute
+from ..policies.comm import build_comm
+from ..policies.mesh import Mesh
 from .case import Case
 from .checkpoint import (
     CHECKPOINTS,
@@ -21,9 +23,12 @@ from .checkpoint import (
     prepare_optimizer_state,
     save_checkpoint,
 )
+from .collectives import backend_of, build_collectives
 from .data import Batches, Tokens
+from .dispatch import activate
 from .failure import ElsewhereError
 from .interfaces import InterfaceBytes, read_interface
+from .interpreter import Interpreter, NullInterpreter
 from .laps import Laps
 from .learning_rate import learning_rate
 from .ledger import Ledger
@@ -62,7 +67,8 @@ class Trainer:
     Args:
         experiment: Its cluster must be the ranks that run.
         context: This rank.
-        communicate: False: nothing is sent; the same engine runs with an interpreter that moves no bytes.
+        communicate: False: plans are not carried out; the same engine runs with an interpreter that moves no
+            bytes.
     """
 
     def __init__(
@@ -82,17 +88,32 @@ class Trainer:
             rank=context.rank,
             num_ranks=context.num_ranks,
         )
-        model = GPT(
-            self.spec, seed=experiment.seed, recompute=experiment.recompute is Recompute.full
-        ).to(context.device)
+        model = GPT(self.spec, seed=experiment.seed, recompute=experiment.recompute is Recompute.full).to(
+            context.device
+        )
         rate = experiment.cluster.emulated_flops_per_s
         if rate is not None:
             model.emulate(rate, sequence=self.sequence, micro=batch.micro)
         cuda = context.device.type == "cuda"
         self.laps = Laps(torch.cuda.synchronize if cuda else None)
         model.clock = self.laps
-        self.ledger = Ledger(rank=context.rank)
-        self.engine: CommEngine = wrap_model(model)
+        policy, _ = build_comm(
+            experiment.comm, num_ranks=context.num_ranks, ranks_per_node=context.ranks_per_node
+        )
+        mesh = Mesh(context.num_ranks, context.ranks_per_node, policy.hpz_size)
+        self.ledger = Ledger(rank=context.rank, mesh=mesh)
+        activate(self.ledger)
+        kind = Interpreter if communicate else NullInterpreter
+        collectives = build_collectives(backend_of(context.device))
+        self.engine: CommEngine = wrap_model(
+            model,
+            policy=policy,
+            interpreter=kind(context.groups(mesh), self.ledger, collectives),
+            precision=experiment.precision,
+            device=context.device,
+            overlap=experiment.comm.overlap and communicate,
+            micro_batches=batch.accumulation,
+        )
         self.optimizer = _build_optimizer(experiment.optimizer, list(self.engine.parameters()))
         prepare_optimizer_state(self.optimizer)
         self.loss_scale: LossScale | None = build_loss_scale(experiment)
@@ -194,6 +215,7 @@ class Trainer:
     def close(self) -> None:
         """Let go of threads and hooks."""
         self.engine.close()
+        activate(None)
 
     def _apply(self, rate: float, scale: float) -> tuple[float | None, bool]:
         """Clip and step; (gradient norm, whether the step was skipped)."""
@@ -275,9 +297,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _build_optimizer(
-    conf: OptimizerConf, parameters: Sequence[torch.Tensor]
-) -> torch.optim.Optimizer | None:
+def _build_optimizer(conf: OptimizerConf, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer | None:
     """None on a rank that owns no weights (all but the parameter server)."""
     if not parameters:
         return None

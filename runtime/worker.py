@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -23,6 +23,10 @@ from .failure import Failure, Heartbeat, Kind, describe_failure, write_failure
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from ..policies.mesh import Mesh
+    from .groups import Groups
 
 _START_TIMEOUT_S = 120.0  # ranks import torch at different speeds
 _PR_SET_PDEATHSIG = 1
@@ -40,7 +44,9 @@ class WorkerContext:
     device: "torch.device"
     heartbeat: Heartbeat
     git_commit: str
+    timeout: timedelta  # of a collective
     case_index: int = 0
+    _groups: "dict[Mesh, Groups]" = field(default_factory=dict)
 
     @property
     def node(self) -> int:
@@ -48,6 +54,14 @@ class WorkerContext:
 
     def case_folder(self, case: Case) -> Path:
         return self.folder / case.folder
+
+    def groups(self, mesh: "Mesh") -> "Groups":
+        """The process groups of `mesh`, made once a launch; to be asked for on all ranks."""
+        from .groups import Groups
+
+        if mesh not in self._groups:
+            self._groups[mesh] = Groups(mesh, timeout=self.timeout)
+        return self._groups[mesh]
 
     def beat(self, step: int) -> None:
         """Say that `step` begins."""
@@ -95,6 +109,11 @@ def _run(folder: Path, rank: int, launch: LaunchFile, heartbeat: Heartbeat) -> N
     else:
         torch.set_num_threads(1)  # ranks share the cores
     prepare()
+    if rank == 0 and "TWINBED_LAUNCHER_PID" not in os.environ:  # what the launcher does elsewhere
+        for index in range(len(launch.cases)):
+            finished_marker(folder, index).unlink(missing_ok=True)
+        for old in folder.glob("failure.*.json"):
+            old.unlink()
     timeout = timedelta(seconds=max(experiment.train.timeout_s for experiment in experiments))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if nccl else "gloo",
@@ -113,6 +132,7 @@ def _run(folder: Path, rank: int, launch: LaunchFile, heartbeat: Heartbeat) -> N
         device=device,
         heartbeat=heartbeat,
         git_commit=launch.git_commit,
+        timeout=timeout,
     )
     for index, case in enumerate(launch.cases):
         context.case_index = index
@@ -149,15 +169,15 @@ def _function(kind: str) -> CaseFunction:
     return function
 
 
-def _store(rank: int, world: int) -> "torch.distributed.Store":
-    import torch.distributed as dist
+def _store(rank: int, world: int) -> "Store":
+    from torch.distributed import TCPStore, rendezvous  # type: ignore[attr-defined]
 
     timeout = timedelta(seconds=_START_TIMEOUT_S)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent holds the store
-        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timeout))
+        store: Store = next(rendezvous("env://", rank, world, timeout=timeout))[0]
         return store
     handed = os.environ.get("TWINBED_STORE_FD")
-    return dist.TCPStore(
+    return TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         world,

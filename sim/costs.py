@@ -167,7 +167,9 @@ class Costs:
         other = Tally(nbytes=passes * element, kernels=OTHER_KERNELS)
         block = self._matmuls(block_matmuls(spec, sequence=sequence, micro=micro)).plus(other)
         root = root_matmuls(spec, sequence=sequence, micro=micro)
-        lookup = Tally(nbytes=3.0 * tokens * spec.hidden * element, kernels=2)  # token and position, their sum
+        lookup = Tally(
+            nbytes=3.0 * tokens * spec.hidden * element, kernels=2
+        )  # token and position, their sum
         # the head's norm, and a loss in fp32 that reads the logits twice and writes them once
         classes = spec.vocab if spec.head in ("lm", "masked_lm", "pretraining") else spec.classes
         loss = Tally(nbytes=2.0 * tokens * spec.hidden * element + 12.0 * tokens * classes, kernels=4)

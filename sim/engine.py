@@ -36,13 +36,17 @@ class Decisions:
 
     policy: CommPolicy
     _known: dict[CommEvent, tuple[Plan | None, str, str]] = field(default_factory=dict)
+    _plans: dict[Plan | None, tuple[Plan | None, str]] = field(default_factory=dict)  # equal plans are one
     log: list[tuple[str, str]] = field(default_factory=list)
 
     def decide(self, event: CommEvent) -> Plan | None:
         known = self._known.get(event)
         if known is None:
             plan = self.policy.decide(event)
-            known = self._known[event] = (plan, describe_event(event), describe_action(plan))
+            if plan not in self._plans:
+                self._plans[plan] = (plan, describe_action(plan))
+            plan, action = self._plans[plan]
+            known = self._known[event] = (plan, describe_event(event), action)
         self.log.append(known[1:])
         return known[0]
 
@@ -87,7 +91,7 @@ class Engine:
         self._eval_batches = eval_batches
         self._clip = clip
         self._sharded = self._policy.placement is Placement.sharded
-        self._interpreted: dict[tuple[Plan, Goal, int], Interpreted] = {}
+        self._interpreted: dict[tuple[int, Goal, int], Interpreted] = {}
         self._segments: dict[int, tuple[int, ...]] = {}
 
     def training_step(self, rules: Blocking, weights: Weights) -> Program:
@@ -130,7 +134,9 @@ class Engine:
                 handles[block.name] = self._gather(rules, weights, block, Phase.forward, phase)
             rules.use(handles[block.name], phase, block.name)
             if rules.prefetches_forward and i + 1 < len(blocks):
-                handles[blocks[i + 1].name] = self._gather(rules, weights, blocks[i + 1], Phase.forward, phase)
+                handles[blocks[i + 1].name] = self._gather(
+                    rules, weights, blocks[i + 1], Phase.forward, phase
+                )
             rules.compute(phase, block.name, f"forward/{block.name}")
             self._reshard(rules, weights, block.name)
         rules.compute(phase, ROOT, f"forward/{HEAD}")
@@ -156,9 +162,7 @@ class Engine:
         self._reshard(rules, weights, ROOT)
         self._reduce(rules, self._root, micro_batch)
 
-    def _gather(
-        self, rules: Blocking, weights: Weights, unit: Unit, asked: Phase, phase: str
-    ) -> Handle:
+    def _gather(self, rules: Blocking, weights: Weights, unit: Unit, asked: Phase, phase: str) -> Handle:
         if not self._sharded or unit.name in weights.gathered:
             return None
         plan = self._decisions.decide(WeightsNeeded(unit.name, asked, unit.name in weights.copies))
@@ -203,7 +207,7 @@ class Engine:
             rules.library(phase, scalar)
 
     def _interpret(self, plan: Plan, goal: Goal, unit: Unit) -> Interpreted:
-        key = (plan, goal, id(unit.tensors))  # blocks share their tensors
+        key = (id(plan), goal, id(unit.tensors))  # equal plans are one object, and blocks share their tensors
         known = self._interpreted.get(key)
         if known is None:
             known = self._interpreted[key] = interpret(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from ..policies.mesh import Mesh
+from ..policies.mesh import LOCAL, NODE, WORLD, Mesh
 from ..policies.plan import (
     AllGather,
     AllReduce,
@@ -108,7 +108,9 @@ class _Value:
     encoding: Quantize | None = None
 
 
-def interpret(plan: Plan, *, goal: Goal, segments: Sequence[int], mesh: Mesh, element_bytes: int) -> Interpreted:
+def interpret(
+    plan: Plan, *, goal: Goal, segments: Sequence[int], mesh: Mesh, element_bytes: int
+) -> Interpreted:
     """Sizes of all steps.
 
     Args:
@@ -140,7 +142,9 @@ def _cut(segments: Sequence[int], start: int, end: int) -> tuple[int, ...]:
 class _Walk:
     """One chunk's way through the plan."""
 
-    def __init__(self, plan: Plan, goal: Goal, segments: tuple[int, ...], mesh: Mesh, element_bytes: int) -> None:
+    def __init__(
+        self, plan: Plan, goal: Goal, segments: tuple[int, ...], mesh: Mesh, element_bytes: int
+    ) -> None:
         self.plan = plan
         self.goal = goal
         self.segments = segments
@@ -152,7 +156,9 @@ class _Walk:
         slices = self.mesh.num_ranks if self.goal is Goal.reduce else 1
         start = _Value(slices)
         values: list[_Value] = []
-        ends: list[tuple[int, ...]] = []  # the pieces that stand for a step; a step without work hands on its own
+        ends: list[
+            tuple[int, ...]
+        ] = []  # the pieces that stand for a step; a step without work hands on its own
         for i, step in enumerate(self.plan.steps):
             dependencies = self.plan.dependencies(i)
             value, whats = self._step(step, values[dependencies[-1]] if dependencies else start)
@@ -177,7 +183,7 @@ class _Walk:
         match step:
             case Quantize():
                 self._need(value.encoding is None, step, "quantized data")
-                own = elements // self.mesh.size(step.exact_own) if step.exact_own is not None else 0
+                own = elements // axis_size(self.mesh, step.exact_own) if step.exact_own is not None else 0
                 work = Work("encode", "", step.bits, elements - own)
                 return replace(value, encoding=step), [LocalWork("quantize", work)]
             case Dequantize():
@@ -185,7 +191,7 @@ class _Walk:
                 if encoding is None:
                     raise ValueError(f"plan '{self.plan.describe()}': Dequantize without Quantize")
                 exact = encoding.exact_own
-                own = elements // self.mesh.size(exact) if exact is not None else 0
+                own = elements // axis_size(self.mesh, exact) if exact is not None else 0
                 work = Work("decode", "", encoding.bits, elements - own)
                 return replace(value, encoding=None), [LocalWork("dequantize", work)]
             case Reduce():
@@ -194,7 +200,10 @@ class _Walk:
                 work = Work("traffic", "reduce", 0, moved if value.parts > 1 else 0)
                 return replace(value, parts=1), [LocalWork("reduce", work)] if value.parts > 1 else []
             case Reorder():
-                return value, []  # fused into the quantization that follows, as in DeepSpeed's swizzled_quantize
+                return (
+                    value,
+                    [],
+                )  # fused into the quantization that follows, as in DeepSpeed's swizzled_quantize
             case LoadCopy():
                 slices = self._copy_slices(step.axis)
                 return _Value(slices), []  # a view of what this rank holds
@@ -206,7 +215,7 @@ class _Walk:
         raise ValueError(f"the simulator does not know the plan step {type(step).__name__}")
 
     def _collective(self, step: Collective, value: _Value) -> tuple[_Value, list[LocalWork | Transfer]]:
-        size = self.mesh.size(step.axis)
+        size = axis_size(self.mesh, step.axis)
         self._need(value.parts == 1, step, "parts that no Reduce has added up")
         payload = value.slices * self.numel * self.element_bytes
         whole = value.slices * self._slice_bytes(value.encoding)
@@ -266,7 +275,7 @@ class _Walk:
         return value.slices // size
 
     def _copy_slices(self, axis: str) -> int:
-        return self.mesh.num_ranks // self.mesh.size(axis)
+        return self.mesh.num_ranks // axis_size(self.mesh, axis)
 
     def _need(self, ok: bool, step: Step, found: str) -> None:
         if not ok:
@@ -276,3 +285,9 @@ class _Walk:
 def _describe(value: _Value) -> str:
     state = "quantized" if value.encoding is not None else "plain"
     return f"{value.parts} part(s) of {value.slices} {state} slice(s)"
+
+
+def axis_size(mesh: Mesh, axis: str) -> int:
+    """`mesh.size(axis)` without listing the group: a cluster may have many thousand ranks."""
+    sizes = {WORLD: mesh.num_ranks, LOCAL: mesh.ranks_per_node, NODE: mesh.num_nodes}
+    return sizes[axis] if axis in sizes else mesh.size(axis)

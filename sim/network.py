@@ -78,8 +78,16 @@ class Network:
             self._set_rate(flow, limit)
             self._wake_at_next()
             return
+        alone = True
         for link, weight in route:
-            self._flows.setdefault(link, {})[flow] = weight
+            on_link = self._flows.setdefault(link, {})
+            alone = alone and not on_link and link not in self._changed
+            on_link[flow] = weight
+        if alone:  # nobody else's rate can change
+            self._set_rate(flow, min(limit, *(link.capacity / weight for link, weight in route)))
+            self._wake_at_next()
+            return
+        for link, _ in route:
             self._changed[link] = None
         self._settle_soon()
 
@@ -172,8 +180,10 @@ class Network:
     def _end(self, flow: Flow) -> None:
         flow.stamp += 1
         for link, _ in flow.route:
-            del self._flows[link][flow]
-            self._changed[link] = None
+            on_link = self._flows[link]
+            del on_link[flow]
+            if on_link:
+                self._changed[link] = None
         if self.history is not None:
             self.history.append(self.env.now)
         flow.done.succeed()

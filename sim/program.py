@@ -34,7 +34,6 @@ class Program:
     """Items in the order of issue; each worker takes its own in that order."""
 
     items: list[Item] = field(default_factory=list)
-    awaited: set[int] = field(default_factory=set)  # items that another worker waits for
 
     def workers(self) -> dict[str, list[Item]]:
         by_worker: dict[str, list[Item]] = {MAIN: []}
@@ -111,7 +110,9 @@ class Writer:
                 item = self._add(on, piece.stream, phase, unit, waits, (), piece.what, False)
             else:
                 last = self._last.get(on)
-                joins = self._merge and last is not None and waits == (last.index,) and last.stream == QUANTIZE
+                joins = (
+                    self._merge and last is not None and waits == (last.index,) and last.stream == QUANTIZE
+                )
                 if joins and last is not None and piece.after:
                     last.parts = (*last.parts, piece.what)
                     item = last
@@ -135,7 +136,6 @@ class Writer:
         items = self.program.items
         waits = tuple(dict.fromkeys(at for at in after if items[at].worker != worker))
         item = Item(len(items), worker, stream, phase, unit, waits, parts, transfer, only_root)
-        self.program.awaited.update(waits)
         items.append(item)
         self._last[worker] = item
         return item

@@ -54,7 +54,9 @@ class Topology:
         gloo = cluster.backend is Backend.gloo
         nic, switch = nic_name(node), f"switch.{node}"
         extra_ns = TCP_LATENCY_NS if gloo else 0
-        self._edge(nic, CORE, outer.node_Bps, outer.latency_ns + extra_ns)  # one latency a traversal: at the way up
+        self._edge(
+            nic, CORE, outer.node_Bps, outer.latency_ns + extra_ns
+        )  # one latency a traversal: at the way up
         self._edge(CORE, nic, outer.node_Bps, 0)
         if not gloo:
             self._edge(switch, nic, None, 0)

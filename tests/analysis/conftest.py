@@ -68,18 +68,22 @@ def spans(step_ns: int, start_ns: int, ranks: Sequence[int] = range(4)) -> list[
     for rank in ranks:
         for step in range(STEPS):
             at = start_ns + step * step_ns
-            found.append(Span(rank, "compute", f"iteration {step}", at, at + step_ns))
-            part = step_ns // (2 * len(UNITS))
+            part = step_ns // (2 * len(UNITS) + 1)
             for i, unit in enumerate(UNITS):
                 begin = at + i * part
                 found.append(Span(rank, "gather", f"all_gather {unit}", begin, begin + part // 2, 3000))
                 found.append(Span(rank, "gather", "encode", begin, begin + part // 8))
-                found.append(Span(rank, "compute", f"forward {unit}", begin + part // 2, begin + part))
-                late = at + step_ns // 2 + i * part
-                found.append(Span(rank, "compute", f"backward {unit}", late, late + part // 2))
+                found.append(Span(rank, "compute", f"forward/{unit}", begin + part // 2, begin + part))
+                late = at + (len(UNITS) + i) * part
+                found.append(Span(rank, "compute", f"backward/{unit}", late, late + part // 2))
                 found.append(
                     Span(rank, "reduce", f"reduce_scatter {unit}", late + part // 2, late + part, 3000)
                 )
+            late = at + 2 * len(UNITS) * part
+            middle = (late + at + step_ns) // 2  # the clipping's all-reduce cuts the step in two
+            found.append(Span(rank, "compute", "step", late, middle))
+            found.append(Span(rank, "library", "all_reduce", middle, middle + 100, 4))
+            found.append(Span(rank, "compute", "step", middle + 100, at + step_ns))
     return found
 
 

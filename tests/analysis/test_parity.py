@@ -113,6 +113,14 @@ def test_parity_fails_if_either_target_does(
     assert parity["iteration_s_ratio"] is None
 
 
+def test_out_of_memory_is_a_result_without_a_ledger(
+    make_record: Make, make_unfinished: Callable[[str, str, str], Record]
+) -> None:
+    parity = compare_records(make_unfinished("sim", "oom", "does not fit"), make_record("runtime"))
+    assert parity["status"] == "ok"
+    assert parity["ledger_equal"] is None
+
+
 def test_replay_that_differs_fails(make_record: Make) -> None:
     parity = compare_records(make_record(), make_record("runtime"), replay_equal=False)
     assert parity["status"] == "failed"

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from twinbed.conf.compose import compose
 from twinbed.conf.schema import DataConf
 from twinbed.runtime.data import Batches, check_data

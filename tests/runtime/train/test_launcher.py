@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,13 +11,22 @@ import time
 from pathlib import Path
 
 import pytest
-
 from twinbed.conf.compose import compose
+from twinbed.runtime import launcher
 from twinbed.runtime.case import Case, read_launch, write_launch
+from twinbed.runtime.cluster.local import LocalCluster
+from twinbed.runtime.failure import Heartbeat
 from twinbed.runtime.launcher import launch_local
 
 CASES = str(Path(__file__).with_name("rank_cases.py"))
-SMALL = ["model=gpt", "model.layers=1", "model.hidden=16", "model.heads=2", "model.vocab=256", "model.sequence=8"]
+SMALL = [
+    "model=gpt",
+    "model.layers=1",
+    "model.hidden=16",
+    "model.heads=2",
+    "model.vocab=256",
+    "model.sequence=8",
+]
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
@@ -108,6 +118,49 @@ def test_the_first_failing_rank_is_named(tmp_path, capfd, fault, says):
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.netns
+def test_a_cut_link_ends_the_run(tmp_path, monkeypatch):
+    """A rank waits train.timeout_s, then says so; the nodes are gone afterwards."""
+    made, clusters = composed(nodes=2, per_node=1, shaped=True), []
+
+    class Watched(LocalCluster):
+        def __init__(self, **keys):
+            super().__init__(**keys)
+            clusters.append(self)
+
+    def cut():
+        while not clusters or Heartbeat.read(tmp_path, 0)[1] < 5:
+            time.sleep(0.05)
+        clusters[0].cut_link(1)
+        cut_at.append(time.monotonic())
+
+    cut_at = []
+    monkeypatch.setattr(launcher, "LocalCluster", Watched)
+    thread = threading.Thread(target=cut, daemon=True)
+    thread.start()
+    outcome = run(tmp_path, ("fault", {"rank": -1, "fault": ""}), ("train", {}), made=made)
+    if not cut_at:
+        pytest.skip(f"links cannot be shaped here: {outcome.unshaped_reason}")
+    assert time.monotonic() - cut_at[0] < 15
+    assert outcome.exit_code == 1
+    assert re.search(r"rank \d failed in step \d+ of fault0: .*[Tt]imed out", outcome.error)
+    assert json.loads((tmp_path / "1" / "result.json").read_text())["error"] == outcome.error
+    assert processes_of(tmp_path) == []
+
+
+def test_torchrun_starts_the_same_worker(tmp_path):
+    made = composed()
+    case = Case(name="c", folder="c", experiment=made.resolved, kind=f"{CASES}:add_up")
+    (tmp_path / "c").mkdir()
+    write_launch(tmp_path, [case])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = os.environ | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    subprocess.run(
+        [*command, "-m", "twinbed.runtime.worker", str(tmp_path)], env=environment, check=True, timeout=90
+    )
+    assert (tmp_path / "c" / "sum.txt").read_text() == "1.0"
+
+
 def test_a_launch_has_a_time_limit(tmp_path):
     outcome = run(tmp_path, ("fault", {"rank": 0, "fault": "sleep"}), timeout_s=4.0)
     assert outcome.error == "the launch took longer than timeout_s=4"
@@ -127,18 +180,22 @@ def test_nothing_is_left_when_the_launcher_is_ended(tmp_path, how):
         "sys.exit(launch_local(folder, cluster=cluster, cases=cases).exit_code)\n"
     )
     case = Case(
-        name="c", folder="c", experiment=made.resolved, kind=f"{CASES}:fault", options={"rank": 1, "fault": "sleep"}
+        name="c",
+        folder="c",
+        experiment=made.resolved,
+        kind=f"{CASES}:fault",
+        options={"rank": 1, "fault": "sleep"},
     )
     write_launch(tmp_path, [case])
-    launcher = subprocess.Popen(
+    parent = subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path)], stderr=subprocess.DEVNULL, start_new_session=True
     )
     deadline = time.monotonic() + 60
     while len(processes_of(tmp_path)) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(1.0)
-    launcher.send_signal(how)
-    assert launcher.wait(timeout=20) != 0
+    parent.send_signal(how)
+    assert parent.wait(timeout=20) != 0
     deadline = time.monotonic() + 5
     while processes_of(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -152,9 +209,42 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path, capfd):
     assert "cannot be written" in capfd.readouterr().err
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """A mounted folder of 1 MB, and how to make it read-only."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "twinbed", folder], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount here: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_is_said(small_disk, capfd):
+    outcome = run(small_disk, ("fill", {}), ("train", {}))
+    assert outcome.exit_code == 1
+    assert outcome.failed_rank == 0
+    says = "rank 0 failed in step 0 of fill0: OSError: [Errno 28] No space left on device"
+    assert says in outcome.error
+    assert says in capfd.readouterr().err
+
+
+def test_a_read_only_disk_is_said(small_disk, capfd):
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    outcome = run(small_disk / "run", ("add_up", {}))
+    assert outcome.exit_code == 1
+    assert "cannot be written: Read-only file system" in capfd.readouterr().err
+
+
 def test_the_launcher_needs_no_torch():
-    program = "import sys, twinbed.runtime.launcher, twinbed.runtime.preflight, twinbed.runtime.script; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    rooms = "twinbed.runtime.launcher, twinbed.runtime.preflight, twinbed.runtime.script"
+    program = f"import sys, {rooms}; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout == "False\n"
 
 

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from twinbed.conf.model_spec import parameters, spec_from_keys
 from twinbed.runtime.laps import Laps, totals_ns
 from twinbed.runtime.model import GPT
@@ -53,7 +52,9 @@ def test_grouped_queries_are_those_of_a_model_with_repeated_keys():
     for i in range(2):
         for kind in ("weight", "bias"):
             query, key, value = state[f"blocks.{i}.qkv.{kind}"].split([36, 12, 12])
-            repeated = [part.unflatten(0, (2, 6)).repeat_interleave(3, 0).flatten(0, 1) for part in (key, value)]
+            repeated = [
+                part.unflatten(0, (2, 6)).repeat_interleave(3, 0).flatten(0, 1) for part in (key, value)
+            ]
             state[f"blocks.{i}.qkv.{kind}"] = torch.cat([query, *repeated])
     whole.load_state_dict(state)
     assert torch.allclose(whole(tokens(), tokens()), grouped(tokens(), tokens()), rtol=1e-6)

@@ -6,10 +6,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from twinbed.conf.compose import compose
-from twinbed.runtime.failure import ElsewhereError, Failure, Kind, describe_failure, find_cause
-from twinbed.runtime.failure import read_failures, write_failure
+from twinbed.runtime.failure import (
+    ElsewhereError,
+    Failure,
+    Kind,
+    describe_failure,
+    find_cause,
+    read_failures,
+    write_failure,
+)
 from twinbed.runtime.interfaces import InterfaceBytes, parse_counters
 from twinbed.runtime.intervals import clip, length_ns, subtract, union
 from twinbed.runtime.script import script_text, write_script
@@ -36,7 +42,7 @@ def test_the_kernel_counts_bytes_of_an_interface():
     text = (
         "Inter-|   Receive                                                |  Transmit\n"
         " face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs\n"
-        "    lo:     100       1    0    0    0     0          0         0      100       1    0    0    0     0\n"
+        "    lo: 100 1 0 0 0 0 0 0 100 1 0 0 0 0 0 0\n"
         "  eth0: 2000 20 0 0 0 0 0 0 3000 30 0 0 0 0 0 0\n"
     )
     counted = parse_counters(text, "eth0")
@@ -103,7 +109,9 @@ def test_a_script_is_executable_and_sound(tmp_path):
         assert path.stat().st_mode & 0o111
         subprocess.run(["bash", "-n", path], check=True)
         line = next(line for line in path.read_text().splitlines() if line.startswith("FOLDER="))
-        shown = subprocess.run(["bash", "-c", f'{line}; echo "$FOLDER"'], capture_output=True, text=True, check=True)
+        shown = subprocess.run(
+            ["bash", "-c", f'{line}; echo "$FOLDER"'], capture_output=True, text=True, check=True
+        )
         assert shown.stdout == f"{folder}\n"
     with pytest.raises(ValueError, match="launch=local"):
         script_text(path, experiment("local", "gloo"))

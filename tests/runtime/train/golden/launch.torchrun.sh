@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # twinbed: gpt_tiny, zeropp, 2 x 8 ranks (local_2x2)
-# Start it once on each of the 2 nodes, all of which must see this folder; RDZV_HOST is the name or address
-# of one of them:
+# Start it once on each of the 2 nodes, all of which must see this folder; RDZV_HOST is the name or
+# address of one of them:
 #   RDZV_HOST=node0 '/runs/it'"'"'s here/launch.sh'
 set -euo pipefail
 FOLDER=${TWINBED_FOLDER:-'/runs/it'"'"'s here'}

@@ -1,0 +1,152 @@
+"""Watches what reaches torch.distributed, beneath all Python wrappers: our own calls, and those of libraries.
+
+The operators of `torch.ops.c10d` are wrapped once a process; each call is reported to the active ledger, sized by the
+tensors really passed, and then goes on to torch's own kernel. So functional collectives (DTensor, gradient clipping)
+are seen as well, under inference mode too and on any thread; other operators pay nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..policies import wire
+from ..policies.wire import Sent
+from .ledger import Ledger
+
+# What a handler returns: the name of the collective, its payload in bytes, and what this rank sends.
+_Seen = tuple[str, int, Sent]
+_Handler = Callable[[Ledger, tuple[int, ...], tuple[Any, ...], str], _Seen]
+
+_CPU: Final = "CPU"
+_CUDA: Final = "CUDA"
+
+_active: Ledger | None = None
+_library: torch.library.Library | None = None  # kept: the wrappers go with it
+
+
+def activate(ledger: Ledger | None) -> None:
+    """From now on collectives of this process are reported to `ledger` (None: to nobody)."""
+    global _active
+    _install()
+    _active = ledger
+
+
+def _install() -> None:
+    global _library
+    if _library is not None:
+        return
+    _library = torch.library.Library("c10d", "IMPL")
+    for key in (_CPU, _CUDA) if torch.cuda.is_available() else (_CPU,):
+        for name, (group_at, handler) in _HANDLERS.items():
+            _wrap(_library, name, key, group_at, handler)
+
+
+def _wrap(library: torch.library.Library, name: str, key: str, group_at: int, handler: _Handler) -> None:
+    kernel = torch.library.get_kernel(getattr(torch.ops.c10d, name).default, key)
+
+    def watched(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        ledger = _active
+        if ledger is not None:
+            group = _ranks(dist.ProcessGroup.unbox(args[group_at]))
+            op, payload_bytes, sent = handler(ledger, group, args, key)
+            ledger.observe(op, group, payload_bytes, sent)
+        return kernel.call_boxed(keyset, *args, **kwargs)
+
+    library.impl(name, watched, key, with_keyset=True, allow_override=True)
+
+
+@lru_cache(maxsize=256)
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _all_reduce(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...], key: str) -> _Seen:
+    (x,) = args[0]
+    sent = wire.all_reduce(ledger.mesh, ledger.rank, group, x.numel(), x.element_size())
+    return "all_reduce", _bytes(x), sent
+
+
+def _all_gather_base(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...], key: str) -> _Seen:
+    return _gathered(ledger, group, _bytes(args[1]))
+
+
+def _all_gather(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...], key: str) -> _Seen:
+    return _gathered(ledger, group, _bytes(args[1][0]))
+
+
+def _gathered(ledger: Ledger, group: tuple[int, ...], shard_bytes: int) -> _Seen:
+    sent = wire.all_gather(ledger.mesh, ledger.rank, group, shard_bytes)
+    return "all_gather", len(group) * shard_bytes, sent
+
+
+def _reduce_scatter_base(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...], key: str) -> _Seen:
+    return _scattered(ledger, group, args[0].numel(), args[0].element_size(), key)
+
+
+def _reduce_scatter(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...], key: str) -> _Seen:
+    return _scattered(ledger, group, args[0][0].numel(), args[0][0].element_size(), key)
+
+
+def _scattered(ledger: Ledger, group: tuple[int, ...], numel: int, element_bytes: int, key: str) -> _Seen:
+    """gloo's reduce-scatter is an all-reduce of which each rank keeps a part, and moves its bytes."""
+    whole = len(group) * numel
+    if key == _CPU:
+        sent = wire.all_reduce(ledger.mesh, ledger.rank, group, whole, element_bytes)
+    else:
+        sent = wire.reduce_scatter(ledger.mesh, ledger.rank, group, numel * element_bytes)
+    return "reduce_scatter", whole * element_bytes, sent
+
+
+def _all_to_all_base(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...], key: str) -> _Seen:
+    x, splits = args[1], args[4]
+    row_bytes = _bytes(x) // len(x) if len(x) else 0
+    sizes = [rows * row_bytes for rows in splits] if splits else [_bytes(x) // len(group)] * len(group)
+    return _exchanged(ledger, group, sizes)
+
+
+def _all_to_all(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...], key: str) -> _Seen:
+    return _exchanged(ledger, group, [_bytes(x) for x in args[1]])
+
+
+def _exchanged(ledger: Ledger, group: tuple[int, ...], sizes_bytes: Sequence[int]) -> _Seen:
+    messages = [(peer, n) for peer, n in zip(group, sizes_bytes, strict=True) if peer != ledger.rank]
+    return "all_to_all", sum(sizes_bytes), wire.to_peers(ledger.mesh, ledger.rank, messages)
+
+
+def _broadcast(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...], key: str) -> _Seen:
+    x, root = args[0][0], group[args[2]]
+    return "broadcast", _bytes(x), wire.broadcast(ledger.mesh, ledger.rank, group, root, _bytes(x))
+
+
+def _reduce(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...], key: str) -> _Seen:
+    x, root = args[0][0], group[args[3]]
+    sent = wire.reduce_to(ledger.mesh, ledger.rank, group, root, x.numel(), x.element_size())
+    return "reduce", _bytes(x), sent
+
+
+def _send(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...], key: str) -> _Seen:
+    nbytes = _bytes(args[0][0])
+    return "send", nbytes, wire.to_peers(ledger.mesh, ledger.rank, [(group[args[2]], nbytes)])
+
+
+# Operator: place of the process group among its arguments, and who sizes it.
+_HANDLERS: Final[dict[str, tuple[int, _Handler]]] = {
+    "allreduce_": (1, _all_reduce),
+    "_allgather_base_": (2, _all_gather_base),
+    "allgather_": (2, _all_gather),
+    "_reduce_scatter_base_": (2, _reduce_scatter_base),
+    "reduce_scatter_": (2, _reduce_scatter),
+    "alltoall_base_": (2, _all_to_all_base),
+    "alltoall_": (2, _all_to_all),
+    "broadcast_": (1, _broadcast),
+    "reduce_": (1, _reduce),
+    "send": (1, _send),
+}

@@ -1,0 +1,67 @@
+"""Process groups for the axes of a mesh, on the default group that is already initialised."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..policies.mesh import HPZ, LOCAL, NODE, WORLD, Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """This rank's group on one axis."""
+
+    axis: str
+    ranks: tuple[int, ...]
+    index: int  # this rank's place in `ranks`
+    handle: dist.ProcessGroup | None  # None: nobody else is in it
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Groups:
+    """This rank's group on each axis. To be made on all ranks, at the same place in the program.
+
+    Groups of the same ranks share one process group; the whole world is the default group.
+
+    Args:
+        mesh: Its `num_ranks` must be the world size.
+        timeout: Of collectives in the new groups; None: torch's default.
+
+    Raises:
+        ValueError: If the mesh is not of this world, naming both sizes.
+    """
+
+    def __init__(self, mesh: Mesh, *, timeout: timedelta | None = None) -> None:
+        world = dist.get_world_size()
+        if mesh.num_ranks != world:
+            raise ValueError(f"the mesh has {mesh.num_ranks} ranks, but {world} are running")
+        self.mesh = mesh
+        self.rank = dist.get_rank()
+        handles: dict[tuple[int, ...], dist.ProcessGroup | None] = {
+            tuple(range(world)): dist.group.WORLD if world > 1 else None
+        }
+        self._groups: dict[str, Group] = {}
+        for axis in (WORLD, LOCAL, NODE, HPZ):
+            for ranks in mesh.groups(axis):  # every rank makes every group, in this order
+                if ranks not in handles:
+                    handles[ranks] = (
+                        dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
+                    )
+            mine = mesh.group(axis, self.rank)
+            self._groups[axis] = Group(axis, mine, mine.index(self.rank), handles[mine])
+
+    def __getitem__(self, axis: str) -> Group:
+        if axis not in self._groups:
+            raise ValueError(f"axis={axis!r} is not on the mesh; use one of {list(self._groups)}")
+        return self._groups[axis]
+
+
+def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
+    """The world as the one dimension over which FSDP2 shards; it reuses the default group."""
+    return DeviceMesh(device.type, torch.arange(mesh.num_ranks), mesh_dim_names=(WORLD,))

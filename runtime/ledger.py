@@ -1,0 +1,264 @@
+"""What this rank communicated: one row for each collective, the spans, and the decisions behind them.
+
+Bytes come from beneath (`dispatch`): what reached torch.distributed, not what somebody meant to send. The interpreter
+only says which sends belong together (`collective`); anything dispatched outside of that is a row of its own, on the
+stream `library`.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Final
+
+from ..analysis.record import Decision, LedgerRow, Span
+from ..policies.comm import CommEvent, describe_action, describe_event
+from ..policies.mesh import HPZ, LOCAL, NODE, WORLD, Mesh
+from ..policies.plan import Plan
+from ..policies.wire import Sent
+
+SETUP: Final = "setup"  # the phase that leaves no rows and no spans
+LIBRARY_STREAM: Final = "library"
+QUANTIZE_STREAM: Final = "quantize"
+WAIT_STREAM: Final = "wait"  # the main thread waits for the communication thread
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """What a row says about the time at which its collective was asked for."""
+
+    iteration: int = 0
+    phase: str = SETUP
+    layer: str = ""  # of library rows
+
+
+class Ledger:
+    """The record of one rank. Safe to use from several threads.
+
+    Args:
+        rank: This rank.
+        mesh: Says which messages leave the node, and how groups are called.
+    """
+
+    def __init__(self, *, rank: int, mesh: Mesh) -> None:
+        self.rank = rank
+        self.mesh = mesh
+        self.rows: list[LedgerRow] = []
+        self.spans: list[Span] = []
+        self._decided: list[tuple[int, CommEvent, Plan | None]] = []
+        self._labels = Labels()
+        self._local = threading.local()  # .labels: of a thread that works for an earlier time; .scope: open row
+        self._axes = {
+            mesh.group(axis, rank): axis for axis in (HPZ, NODE, LOCAL, WORLD)
+        }  # groups of equal ranks: the last name wins
+
+    # ---- labels
+
+    def at(
+        self, *, iteration: int | None = None, phase: str | None = None, layer: str | None = None
+    ) -> None:
+        """From now on rows are of this iteration and phase (forward, backward, step, eval or setup)."""
+        now = self._labels
+        self._labels = Labels(
+            now.iteration if iteration is None else iteration,
+            now.phase if phase is None else phase,
+            now.layer if layer is None else layer,
+        )
+
+    @property
+    def labels(self) -> Labels:
+        """What a row of this thread would be labelled now."""
+        labels: Labels = getattr(self._local, "labels", self._labels)
+        return labels
+
+    @contextmanager
+    def as_of(self, labels: Labels) -> Iterator[None]:
+        """On this thread, label rows as of another time: when the work was queued."""
+        before = getattr(self._local, "labels", None)
+        self._local.labels = labels
+        try:
+            yield
+        finally:
+            if before is None:
+                del self._local.labels
+            else:
+                self._local.labels = before
+
+    @contextmanager
+    def set_up(self) -> Iterator[None]:
+        """What this thread communicates meanwhile is set-up, and left out."""
+        with self.as_of(replace(self.labels, phase=SETUP)):
+            yield
+
+    # ---- what happened
+
+    def collective(
+        self,
+        *,
+        op: str,
+        axis: str,
+        group: Sequence[int],
+        payload_bytes: int,
+        stream: str,
+        layer: str,
+    ) -> "Collecting":
+        """A `with` block: all that this thread sends inside is one row, and one span.
+
+        Args:
+            op: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast or reduce.
+            axis: Mesh axis, and `group` its ranks.
+            payload_bytes: The whole logical tensor before quantization.
+            stream: The plan's.
+            layer: The unit.
+        """
+        return Collecting(self, op, axis, len(group), payload_bytes, stream, layer)
+
+    def observe(self, op: str, group: tuple[int, ...], payload_bytes: int, sent: Sent) -> None:
+        """Something reached torch.distributed on this thread (called by `dispatch`)."""
+        scope: Collecting | None = getattr(self._local, "scope", None)
+        if scope is not None:
+            scope.wire_bytes += sent.wire_bytes
+            scope.inter_node_bytes += sent.inter_node_bytes
+            return
+        labels = self.labels
+        if labels.phase == SETUP or len(group) == 1 or not payload_bytes:
+            return
+        self.rows.append(
+            LedgerRow(
+                self.rank,
+                LIBRARY_STREAM,
+                labels.iteration,
+                labels.phase,
+                labels.layer,
+                op,
+                self._axes.get(group, "other"),
+                len(group),
+                payload_bytes,
+                sent.wire_bytes,
+                sent.inter_node_bytes,
+            )
+        )
+
+    def span(self, stream: str, name: str, nbytes: int = 0) -> "Timed":
+        """A `with` block that takes time on `stream` (CLOCK_MONOTONIC, which all ranks of a host share)."""
+        return Timed(self, stream, name, nbytes)
+
+    def decided(self, event: CommEvent, plan: Plan | None) -> None:
+        """The policy was asked, and answered."""
+        self._decided.append((self.labels.iteration, event, plan))
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """All decisions, in the order in which the policy was asked."""
+        return [
+            Decision(self.rank, iteration, describe_event(event), describe_action(plan))
+            for iteration, event, plan in self._decided
+        ]
+
+    # ---- for the blocks above
+
+    @property
+    def open_scope(self) -> "Collecting | None":
+        scope: Collecting | None = getattr(self._local, "scope", None)
+        return scope
+
+    @open_scope.setter
+    def open_scope(self, scope: "Collecting | None") -> None:
+        self._local.scope = scope
+
+
+class Collecting:
+    """One collective of ours, whatever it is made of."""
+
+    __slots__ = (
+        "_axis",
+        "_group_size",
+        "_layer",
+        "_ledger",
+        "_op",
+        "_payload_bytes",
+        "_start_ns",
+        "_stream",
+        "inter_node_bytes",
+        "wire_bytes",
+    )
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        op: str,
+        axis: str,
+        group_size: int,
+        payload_bytes: int,
+        stream: str,
+        layer: str,
+    ) -> None:
+        self._ledger = ledger
+        self._op = op
+        self._axis = axis
+        self._group_size = group_size
+        self._payload_bytes = payload_bytes
+        self._stream = stream
+        self._layer = layer
+        self.wire_bytes = 0
+        self.inter_node_bytes = 0
+
+    def __enter__(self) -> None:
+        if self._ledger.open_scope is not None:
+            raise RuntimeError(f"{self._op} of {self._layer!r} began inside of another collective")
+        self._ledger.open_scope = self
+        self._start_ns = time.monotonic_ns()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        end_ns = time.monotonic_ns()
+        ledger = self._ledger
+        ledger.open_scope = None
+        labels = ledger.labels
+        if kind is not None or labels.phase == SETUP:
+            return
+        ledger.rows.append(
+            LedgerRow(
+                ledger.rank,
+                self._stream,
+                labels.iteration,
+                labels.phase,
+                self._layer,
+                self._op,
+                self._axis,
+                self._group_size,
+                self._payload_bytes,
+                self.wire_bytes,
+                self.inter_node_bytes,
+            )
+        )
+        name = f"{self._op} {self._layer}".rstrip()
+        ledger.spans.append(
+            Span(ledger.rank, self._stream, name, self._start_ns, end_ns, self.wire_bytes)
+        )
+
+
+class Timed:
+    __slots__ = ("_ledger", "_name", "_nbytes", "_start_ns", "_stream")
+
+    def __init__(self, ledger: Ledger, stream: str, name: str, nbytes: int) -> None:
+        self._ledger = ledger
+        self._stream = stream
+        self._name = name
+        self._nbytes = nbytes
+
+    def __enter__(self) -> None:
+        self._start_ns = time.monotonic_ns()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        end_ns = time.monotonic_ns()
+        ledger = self._ledger
+        if kind is None and ledger.labels.phase != SETUP:
+            ledger.spans.append(
+                Span(ledger.rank, self._stream, self._name, self._start_ns, end_ns, self._nbytes)
+            )

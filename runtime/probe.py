@@ -1,0 +1,432 @@
+"""Measures this cluster: collectives, codecs, copies and matmuls. `twinbed-probe` writes a cluster's YAML.
+
+Collectives are measured whole. What of them is a fixed cost the simulator finds out for itself, by taking off what
+its network needs for them (`sim.constants`).
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..analysis.record import write_text
+
+if TYPE_CHECKING:
+    from .case import Case
+    from .worker import WorkerContext
+
+PROBE = "probe.json"
+
+SMALL_ELEMENTS = 256  # of one slice: nothing but fixed costs
+LARGE_ELEMENTS = 200_000
+BATCHES = 5  # spread over the probe, each of REPEATS in a row: fixed costs wander within a second
+REPEATS = 8
+CODEC_ELEMENTS = (4_096, 262_144)
+MATMUL_SIZE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class OpRow:
+    """One collective, all ranks at once.
+
+    `message_bytes` as the simulator's `Transfer` has it: all_gather: one rank's part; reduce_scatter and
+    all_to_all: the part for one peer; else the whole tensor. `batch_s`: seconds of one call, mean of a batch.
+    """
+
+    op: str
+    axis: str
+    group_size: int
+    message_bytes: int
+    numel: int
+    batch_s: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.batch_s)
+
+
+def probe_case(case: "Case", context: "WorkerContext") -> None:
+    """A case of a launch: measure, and write `probe.json` (rank 0)."""
+    import torch.distributed as dist
+
+    from ..conf.compose import load_experiment
+
+    measured = measure(context, precision=load_experiment(case.experiment).precision.value)
+    if context.rank == 0:
+        write_text(context.case_folder(case) / PROBE, json.dumps(measured, indent=1) + "\n")
+    dist.barrier()
+
+
+def measure(context: "WorkerContext", *, precision: str) -> dict[str, Any]:
+    """All figures; the same call on all ranks. Times are means over ranks that all do the same."""
+    import torch
+
+    from ..policies.mesh import Mesh
+    from .collectives import Gloo, Nccl
+    from .groups import Groups
+    from .interpreter import Interpreter
+    from .ledger import Ledger
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+    mesh = Mesh(context.num_ranks, context.ranks_per_node, context.ranks_per_node)
+    groups = Groups(mesh)
+    collectives = Gloo() if context.device.type == "cpu" else Nccl()
+    ledger = Ledger(rank=context.rank, mesh=mesh)
+    interpreter = Interpreter(groups, ledger, collectives)
+    ops = _OpProbe(interpreter, dtype, context.device)
+    codecs = _CodecProbe(dtype, context.device)
+    matmul = _MatmulProbe(context.device)
+    for _ in range(BATCHES):  # turn by turn: what wanders, wanders over all of them alike
+        ops.batch()
+        codecs.batch()
+        matmul.batch()
+    matmul.beside(lambda: ops.calls[0][1]())
+    return {
+        "num_ranks": context.num_ranks,
+        "ranks_per_node": context.ranks_per_node,
+        "cores": os.cpu_count() or 1,
+        "precision": precision,
+        "ops": [asdict(row) for row in ops.rows()],
+        "codec": codecs.result(),
+        "matmul": matmul.result(),
+    }
+
+
+def cluster_with(
+    cluster: Mapping[str, Any],
+    measured: Mapping[str, Any],
+    compute_ns: Mapping[str, int] | None = None,
+    *,
+    one_machine: bool,
+) -> dict[str, Any]:
+    """A cluster's config with what a probe measured.
+
+    Args:
+        cluster: Plain values of a `ClusterConf`.
+        measured: What `measure` returned.
+        compute_ns: Of a calibration, if there was one.
+        one_machine: All nodes share this machine's cores.
+    """
+    rows = [OpRow(**{**row, "batch_s": tuple(row["batch_s"])}) for row in measured["ops"]]
+    small: dict[tuple[str, str], OpRow] = {}
+    large: dict[tuple[str, str], OpRow] = {}
+    for row in rows:
+        key = (row.op, row.axis)
+        if key not in small:
+            small[key] = row
+        else:
+            large[key] = row
+    codec = measured["codec"]
+    host = dict(cluster["host"]) | {
+        "cores": measured["cores"],
+        "all_nodes": one_machine,
+        "op_ns": {},
+        "op_measured_ns": {
+            f"{op}/{axis}/{row.message_bytes}": round(row.seconds * 1e9) for (op, axis), row in small.items()
+        },
+        "codec_ns": {kind: round(found["fixed_ns"]) for kind, found in codec.items()},
+        "codec_ns_per_element": {kind: found["ns_per_element"] for kind, found in codec.items()},
+        "compute_ns": dict(compute_ns or {}),
+    }
+    intra = dict(cluster["intra_node"])
+    for key in (("all_gather", "hpz"), ("all_to_all", "local"), ("all_gather", "world")):
+        # over loopback: within a node, or on a cluster that is one node
+        one_node = key[1] != "world" or measured["num_ranks"] == measured["ranks_per_node"]
+        if key in large and one_node:
+            seconds = large[key].seconds - small[key].seconds
+            rounds = large[key].group_size - 1 if key[0] == "all_gather" else 1
+            nbytes = (large[key].message_bytes - small[key].message_bytes) * rounds
+            if seconds > 0:
+                intra["bandwidth_Bps"] = nbytes / seconds
+                intra["latency_ns"] = 0  # of small messages: in op_measured_ns
+            break
+    device = dict(cluster["device"]) | {
+        "flop_per_s": measured["matmul"]["flop_per_s"],
+        "matmul_efficiency": 1.0,
+    }
+    copy = codec["copy"]["ns_per_element"]
+    if copy > 0:
+        device["memory_Bps"] = 8 / copy * 1e9  # a copy reads and writes 4 bytes an element
+    return dict(cluster) | {"host": host, "intra_node": intra, "device": device}
+
+
+def _agreed_mean(values: Sequence[float]) -> list[float]:
+    """Means over ranks."""
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor)
+    return list((tensor / dist.get_world_size()).tolist())
+
+
+def _timed(call: Callable[[], object], repeats: int) -> float:
+    """Mean seconds of one call, all ranks having started together."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - started) / repeats
+
+
+class _OpProbe:
+    """Each collective through the interpreter, as a run has it."""
+
+    def __init__(self, interpreter: Any, dtype: Any, device: Any) -> None:
+        import torch
+
+        from ..policies.mesh import HPZ, LOCAL, NODE, WORLD
+        from ..policies.plan import (
+            AllGather,
+            AllReduce,
+            AllToAll,
+            Broadcast,
+            Plan,
+            Reduce,
+            ReduceScatter,
+            ReduceTo,
+            StoreCopy,
+        )
+
+        mesh = interpreter.mesh
+        self.calls: list[tuple[OpRow, Callable[[], None]]] = []
+        self._batches: list[list[float]] = []
+        world = mesh.num_ranks
+
+        def add(op: str, axis: str, message: int, numel: int, call: Callable[[], None]) -> None:
+            size = mesh.size(axis)
+            if size > 1:
+                self.calls.append((OpRow(op, axis, size, message, numel, ()), call))
+                self._batches.append([])
+
+        class Held:
+            def __init__(self, shard: torch.Tensor) -> None:
+                self.shard = shard
+
+            def load(self, axis: str) -> torch.Tensor:
+                return self.shard
+
+            def store(self, axis: str, shard: torch.Tensor) -> None:
+                self.shard = shard
+
+        from ..policies.plan import LoadCopy
+
+        for n in (SMALL_ELEMENTS, LARGE_ELEMENTS // world * 4):
+            n -= n % (4 * world)
+            full = torch.zeros(world * n, dtype=dtype, device=device)
+            shard, out = full[:n].clone(), torch.empty_like(full)
+            nbytes = n * dtype.itemsize
+            held = Held(full[: world * n // mesh.size(HPZ)].clone())
+
+            def gather(plan: Plan, shard: Any = shard, out: Any = out, n: int = n, held: Any = held) -> None:
+                interpreter.gather(plan, unit="probe", shard=shard, out=out, segments=(n,), copies=held)
+
+            def reduce(plan: Plan, full: Any = full, shard: Any = shard, n: int = n) -> None:
+                interpreter.reduce(plan, unit="probe", slices=full, out=shard, segments=(n,), mean=True)
+
+            def whole(plan: Plan, full: Any = full, n: int = n) -> None:
+                interpreter.whole(plan, unit="probe", flat=full, segments=(world * n,), mean=True)
+
+            all_gather = Plan((AllGather(axis=WORLD), StoreCopy(axis=HPZ)))
+            local = Plan((LoadCopy(axis=HPZ), AllGather(axis=HPZ)))
+            add("all_gather", WORLD, nbytes, world * n, lambda g=gather, p=all_gather: g(p))  # type: ignore[misc]
+            if mesh.size(HPZ) < world:
+                message = world * nbytes // mesh.size(HPZ)
+                add("all_gather", HPZ, message, world * n, lambda g=gather, p=local: g(p))  # type: ignore[misc]
+            ring = Plan((ReduceScatter(axis=WORLD),))
+            add("reduce_scatter", WORLD, nbytes, world * n, lambda r=reduce, p=ring: r(p))  # type: ignore[misc]
+            hop = Plan((AllToAll(axis=WORLD), Reduce()))
+            add("all_to_all", WORLD, nbytes, world * n, lambda r=reduce, p=hop: r(p))  # type: ignore[misc]
+            for axis in (LOCAL, NODE):
+                size = mesh.size(axis)
+                if size == world:
+                    continue
+                messages = [torch.zeros(n, dtype=dtype, device=device) for _ in range(size - 1)]
+                received = [torch.empty_like(m) for m in messages]
+
+                def exchange(axis: str = axis, m: Any = messages, r: Any = received) -> None:
+                    with interpreter.ledger.span("probe", axis):
+                        interpreter.collectives.all_to_all(interpreter.groups[axis], m, r)
+
+                add("all_to_all", axis, nbytes, world * n, exchange)
+            for op, step in (
+                ("all_reduce", AllReduce(axis=WORLD)),
+                ("reduce", ReduceTo(axis=WORLD)),
+                ("broadcast", Broadcast(axis=WORLD)),
+            ):
+                plan = Plan((step,))
+                add(op, WORLD, world * nbytes, world * n, lambda w=whole, p=plan: w(p))  # type: ignore[misc]
+        for _, call in self.calls:
+            call()  # the first opens connections
+
+    def batch(self) -> None:
+        for (row, call), batches in zip(self.calls, self._batches, strict=True):
+            small = row.numel <= SMALL_ELEMENTS * max(1, row.group_size) * 8
+            batches.append(_timed(call, REPEATS if small else 1))
+
+    def rows(self) -> list[OpRow]:
+        flat = _agreed_mean([seconds for batches in self._batches for seconds in batches])
+        rows = []
+        for i, (row, _) in enumerate(self.calls):
+            mine = flat[i * BATCHES : (i + 1) * BATCHES]
+            rows.append(OpRow(row.op, row.axis, row.group_size, row.message_bytes, row.numel, tuple(mine)))
+        return rows
+
+
+class _CodecProbe:
+    """Encoding and decoding as the interpreter does them, all ranks at once."""
+
+    def __init__(self, dtype: Any, device: Any) -> None:
+        import torch
+
+        from ..kernels import decode_segments, dequantize_reduce, encode_segments
+
+        self._times: dict[str, list[float]] = {}
+        self._calls: list[tuple[str, Callable[[], object]]] = []
+        for n in CODEC_ELEMENTS:
+            x = torch.randn(n, device=device).to(dtype)
+            for bits, block in ((8, 2048), (4, 256)):
+                options: dict[str, Any] = {"segments": (n,), "bits": bits, "block": block}
+                message = encode_segments(x, **options)
+                total = torch.zeros(n, device=device)
+                self._calls += [
+                    (f"encode{bits}/{n}", lambda x=x, o=options: encode_segments(x, **o)),  # type: ignore[misc]
+                ]
+                if bits == 8:
+                    self._calls.append(
+                        (f"decode8/{n}", lambda m=message, o=options, x=x: decode_segments(m, **o, out=x))  # type: ignore[misc]
+                    )
+                else:
+                    self._calls.append(
+                        (
+                            f"decode4/{n}",
+                            lambda m=message, o=options, t=total: dequantize_reduce(m[None], t, **o, out=t),  # type: ignore[misc]
+                        )
+                    )
+            source, target = torch.randn(n, device=device), torch.empty(n, device=device)
+            self._calls.append((f"copy/{n}", lambda s=source, t=target: t.copy_(s)))  # type: ignore[misc]
+        for name, call in self._calls:
+            self._times[name] = []
+            call()
+
+    def batch(self) -> None:
+        for name, call in self._calls:
+            self._times[name].append(_timed(call, REPEATS))
+
+    def result(self) -> dict[str, dict[str, float]]:
+        """Of each kernel: fixed ns of a call, and ns of an element."""
+        names = list(self._times)
+        means = dict(
+            zip(names, _agreed_mean([statistics.median(self._times[name]) for name in names]), strict=True)
+        )
+        small, large = CODEC_ELEMENTS
+        found = {}
+        for kind in sorted({name.partition("/")[0] for name in names}):
+            a, b = means[f"{kind}/{small}"] * 1e9, means[f"{kind}/{large}"] * 1e9
+            slope = max(0.0, (b - a) / (large - small))
+            found[kind] = {"fixed_ns": max(0.0, a - slope * small), "ns_per_element": slope}
+        return found
+
+
+class _MatmulProbe:
+    """The rate of a matmul alone (all ranks at once), and while a collective runs beside it."""
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        self._a = torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device)
+        self._b = torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device)
+        self._alone: list[float] = []
+        self._beside = 0.0
+
+    def _work(self) -> object:
+        return self._a @ self._b
+
+    def batch(self) -> None:
+        self._alone.append(_timed(self._work, REPEATS))
+
+    def beside(self, collective: Callable[[], None]) -> None:
+        import threading
+
+        calls = 0
+        running = threading.Event()
+
+        def communicate() -> None:
+            running.set()
+            for _ in range(4 * REPEATS):  # the same number on all ranks
+                collective()
+
+        thread = threading.Thread(target=communicate)
+        thread.start()
+        running.wait()
+        started = time.perf_counter()
+        while thread.is_alive():
+            self._work()
+            calls += 1
+        self._beside = (time.perf_counter() - started) / max(calls, 1)
+        thread.join()
+
+    def result(self) -> dict[str, float]:
+        alone, beside = _agreed_mean([statistics.median(self._alone), self._beside])
+        flop = 2 * MATMUL_SIZE**3
+        return {"flop_per_s": flop / alone, "flop_per_s_beside_collective": flop / beside}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command `twinbed-probe`: measure a cluster and write conf/cluster-style YAML."""
+    import yaml
+
+    from ..conf.compose import compose
+    from ..conf.schema import Backend
+    from ..kernels.native import prepare
+    from .case import Case
+    from .launcher import launch_local
+
+    parser = argparse.ArgumentParser(prog="twinbed-probe", description=(main.__doc__ or "").split(": ", 1)[1])
+    parser.add_argument("output", type=Path, help="YAML file to write; its stem is the cluster's name")
+    parser.add_argument("overrides", nargs="*", help="as for twinbed, e.g. cluster=local_2x2 cluster.nodes=4")
+    arguments = parser.parse_args(argv)
+    try:
+        composed = compose(["target=runtime", *arguments.overrides])
+    except ValueError as err:
+        sys.stderr.write(f"twinbed-probe: {err}\n")
+        return 2
+    prepare()
+    with tempfile.TemporaryDirectory(prefix="twinbed-probe-") as folder:
+        case = Case(
+            name="probe",
+            folder="probe",
+            experiment=composed.resolved,
+            kind="twinbed.runtime.probe:probe_case",
+        )
+        outcome = launch_local(Path(folder), cluster=composed.experiment.cluster, cases=(case,))
+        if outcome.status != "ok":
+            sys.stderr.write(f"twinbed-probe: {outcome.error}\n")
+            return 1
+        measured = json.loads((Path(folder) / "probe" / PROBE).read_text(encoding="utf-8"))
+    cluster = cluster_with(
+        composed.resolved["cluster"],
+        measured,
+        one_machine=composed.experiment.cluster.backend is Backend.gloo,
+    )
+    cluster |= {"name": arguments.output.stem, "source": "measured by twinbed-probe"}
+    try:
+        write_text(arguments.output, yaml.safe_dump(cluster, sort_keys=False))
+    except OSError as err:
+        sys.stderr.write(f"twinbed-probe: {err.strerror}\n")
+        return 1
+    folder_of = arguments.output.resolve().parent
+    sys.stdout.write(
+        f"wrote {arguments.output}\nuse it, from a folder named cluster: "
+        f"twinbed --config-dir {folder_of.parent} cluster={arguments.output.stem}\n"
+    )
+    return 0

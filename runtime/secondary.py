@@ -1,0 +1,61 @@
+"""hpZ's secondary shards: what a rank keeps of the weights that it gathered (ZeRO++, section 3.2).
+
+Whether a copy is good follows from the path of the program alone, which is the same on all ranks, and never from
+looking at data: ranks that disagree would wait for each other for ever.
+"""
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..policies.comm import Phase
+from ..policies.plan import LoadCopy, Plan, StoreCopy
+
+
+class SecondaryShard:
+    """Of one unit."""
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+        self.valid = False
+        self._axis = ""
+        self._shard: Tensor | None = None
+
+    def load(self, axis: str) -> Tensor:
+        if self._shard is None or axis != self._axis:
+            raise RuntimeError(f"{self.unit}: no secondary shard over {axis!r} has been stored")
+        return self._shard
+
+    def store(self, axis: str, shard: Tensor) -> None:
+        if self._shard is None or self._shard.shape != shard.shape or self._shard.dtype != shard.dtype:
+            self._shard = shard.clone()
+        else:
+            self._shard.copy_(shard)
+        self._axis = axis
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._shard is None else self._shard.numel() * self._shard.element_size()
+
+    def issued(self, plan: Plan, phase: Phase, *, outlives_micro_batch: bool) -> None:
+        """A gather by `plan` is under way: what that does to the copy's validity."""
+        kinds = {type(step) for step in plan.steps}
+        if LoadCopy in kinds and phase is Phase.backward and not outlives_micro_batch:
+            self.valid = False  # the backward that it was kept for has read it
+        if StoreCopy in kinds:
+            self.valid = True
+
+
+class WeightsWatch:
+    """Calls back when an optimizer steps or a state dict is loaded, in whatever loop that happens."""
+
+    def __init__(self, modules: Iterable[nn.Module], changed: Callable[[], None]) -> None:
+        self._handles = [register_optimizer_step_post_hook(lambda *_: changed())]
+        for module in modules:
+            self._handles.append(module.register_load_state_dict_post_hook(lambda *_: changed()))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

@@ -1,0 +1,148 @@
+"""Training under FSDP2 (ZeRO 1-3, ZeRO++): each rank owns a part of every weight."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from ..conf.schema import Precision
+from ..policies.comm import CommPolicy
+from .gradients import clip_factor, is_finite
+from .groups import device_mesh
+from .interpreter import Interpreter
+from .overlap import CommThread
+from .sharded import ROOT, ShardedHooks
+
+
+class ShardedEngine:
+    """A `wrap.CommEngine`. All units, the root too, are resharded as the policy says.
+
+    Gradients are reduced in the wire's dtype. With overlap FSDP2 reduces in fp32 and the hook casts: a cast of
+    FSDP2's own would read the sum before it is there.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Mapping[str, nn.Module],
+        *,
+        policy: CommPolicy,
+        interpreter: Interpreter,
+        precision: Precision,
+        wire_dtype: torch.dtype,
+        device: torch.device,
+        thread: CommThread | None,
+    ) -> None:
+        self._model = model
+        self._thread = thread
+        self._ledger = interpreter.ledger
+        self._rank = interpreter.groups.rank
+        options: dict[str, Any] = {
+            "mesh": device_mesh(interpreter.mesh, device),
+            "reshard_after_forward": policy.reshard_after_forward,
+        }
+        if precision is not Precision.fp32:
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=wire_dtype, reduce_dtype=wire_dtype if thread is None else torch.float32
+            )
+        blocks = [module for name, module in units.items() if name != ROOT]
+        for module in (*blocks, model):
+            fully_shard(module, **options)
+        fsdp_units = {name: _sharded(module) for name, module in units.items()}
+        if thread is not None:
+            _prefetch(fsdp_units)
+        self._hooks = ShardedHooks(
+            fsdp_units,
+            policy=policy,
+            interpreter=interpreter,
+            thread=thread,
+            wire_dtype=wire_dtype if thread is not None else None,
+        )
+        self._parameters = dict(model.named_parameters())
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self._parameters.values())
+
+    def begin_micro_batch(self, index: int, count: int) -> None:
+        self._hooks.begin_micro_batch(index, count)
+
+    def finish_gradients(self) -> None:
+        self._hooks.finish_gradients()
+
+    @torch.no_grad()
+    def clip_gradients(self, max_norm: float) -> float | None:
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        total = get_total_norm(gradients)
+        # The norm of DTensors is still a part on each rank: this is the one all-reduce.
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        factor = clip_factor(norm, max_norm)
+        if factor < 1:
+            torch._foreach_mul_([_local(gradient) for gradient in gradients], factor)
+        return norm
+
+    def check_finite(self) -> None:
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None and not is_finite(_local(parameter.grad)):
+                raise RuntimeError(f"the gradient of {name} holds Inf or NaN in the part of rank {self._rank}")
+
+    def after_optimizer_step(self) -> None:
+        self._hooks.weights_changed()
+        self._hooks.ask_to_publish()
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._model.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._model.load_state_dict(state)
+        self._hooks.weights_changed()
+
+    def full_parameters(self) -> dict[str, torch.Tensor]:
+        with self._ledger.set_up():
+            return {name: _whole(p.detach()) for name, p in self._parameters.items()}
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        with self._ledger.set_up():
+            return {name: _whole(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+
+    def secondary_bytes(self) -> int:
+        return self._hooks.secondary_bytes
+
+    def close(self) -> None:
+        self._hooks.remove()
+        if self._thread is not None:
+            self._thread.close()
+
+
+def _prefetch(units: Mapping[str, FSDPModule]) -> None:
+    """Let each unit ask for the next one's weights before it computes, and wait only where it needs its own."""
+    modules = list(units.values())
+    for module, following in zip(modules[:-1], modules[1:], strict=True):
+        module.set_modules_to_forward_prefetch([following])
+    units[ROOT]._set_unshard_async_op(True)
+
+
+def _sharded(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.float()

@@ -1,0 +1,190 @@
+"""From a model and a policy to an engine that trains it: what the trainer talks to."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from ..conf.schema import Backend, Precision
+from ..policies.comm import CommPolicy, GradientsReady, Placement
+from ..policies.mesh import Mesh
+from .collectives import backend_of, build_collectives
+from .dispatch import activate
+from .groups import Groups
+from .interpreter import Interpreter, NullInterpreter
+from .ledger import Ledger
+from .overlap import CommThread
+
+WIRE_DTYPE = {
+    Precision.bf16: torch.bfloat16,
+    Precision.fp16: torch.float16,
+    Precision.fp32: torch.float32,
+}
+
+
+@runtime_checkable
+class HasUnits(Protocol):
+    """A model that knows the units in which its weights move."""
+
+    def units(self) -> Mapping[str, nn.Module]:
+        """"root" (the model itself) first, then the blocks in the order of forward."""
+        ...
+
+
+class CommEngine(Protocol):
+    """Trains a model under a policy. A step is:
+
+    begin_micro_batch, forward through `model`, backward, for each micro-batch; finish_gradients; then, as wanted,
+    clip_gradients and check_finite; the optimizer's step over `parameters`; after_optimizer_step; zero_grad.
+    """
+
+    @property
+    def model(self) -> nn.Module:
+        """To be called in place of the model that was given."""
+        ...
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What the optimizer steps: fp32, this rank's part. Empty where another rank owns the weights."""
+        ...
+
+    def begin_micro_batch(self, index: int, count: int) -> None:
+        """Before the forward of micro-batch `index` of `count` of this step."""
+        ...
+
+    def finish_gradients(self) -> None:
+        """After the last backward of a step: gradients of `parameters` are complete, and in fp32."""
+        ...
+
+    def clip_gradients(self, max_norm: float) -> float | None:
+        """Scale gradients so that their global L2 norm is at most `max_norm`.
+
+        Returns:
+            The norm before, of the whole model. None where another rank owns the weights.
+        """
+        ...
+
+    def check_finite(self) -> None:
+        """Raise RuntimeError naming the parameter whose gradient holds Inf or NaN on this rank. Sends nothing."""
+        ...
+
+    def after_optimizer_step(self) -> None:
+        """The weights have changed (or the step was skipped, on all ranks): publish them where that is needed."""
+        ...
+
+    def zero_grad(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The fp32 weights this rank owns and the buffers, by name, for torch.distributed.checkpoint.
+
+        The tensors are the engine's own, so loading in place fills them; then call `load_state_dict`.
+        """
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """On all ranks: take these weights, and bring them to where they are computed with."""
+        ...
+
+    def full_parameters(self) -> dict[str, torch.Tensor]:
+        """Every parameter by name, whole, fp32; on all ranks that own weights. A collective for tests."""
+        ...
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """As full_parameters, of the gradients; those that are None are left out."""
+        ...
+
+    def secondary_bytes(self) -> int:
+        """What this rank holds for hpZ."""
+        ...
+
+    def close(self) -> None:
+        """Let go of threads and hooks."""
+        ...
+
+
+def build_interpreter(
+    mesh: Mesh, ledger: Ledger, *, device: torch.device, communicate: bool = True
+) -> Interpreter:
+    """The interpreter of this rank; to be called on all ranks at once, with the default group initialised.
+
+    The ledger is made the one that is told of collectives.
+
+    Args:
+        communicate: False: nothing is sent, to time computation alone.
+    """
+    activate(ledger)
+    kind = Interpreter if communicate else NullInterpreter
+    return kind(Groups(mesh), ledger, build_collectives(backend_of(device)))
+
+
+def wrap_model(
+    model: nn.Module,
+    *,
+    policy: CommPolicy,
+    interpreter: Interpreter,
+    precision: Precision,
+    device: torch.device,
+    overlap: bool = False,
+    micro_batches: int = 1,
+) -> CommEngine:
+    """Give `model` to the policy.
+
+    Args:
+        model: In fp32 on `device`, with `units()`; the same weights on all ranks. It is changed in place.
+        interpreter: From `build_interpreter`.
+        precision: Weights are gathered and gradients reduced in it; what the optimizer steps stays fp32.
+        overlap: On gloo, communicate on a thread of its own. NCCL overlaps by itself.
+        micro_batches: Of a step.
+
+    Raises:
+        ValueError: If overlap would give wrong sums, naming the keys.
+    """
+    from .replicated import ReplicatedEngine
+    from .sharded_engine import ShardedEngine
+
+    if not isinstance(model, HasUnits):
+        raise ValueError(f"{type(model).__name__} has no units(): name the modules whose weights move together")
+    units = dict(model.units())
+    thread: CommThread | None = None
+    if overlap and backend_of(device) is Backend.gloo:
+        check_overlap(policy, units, precision=precision, micro_batches=micro_batches)
+        thread = CommThread(interpreter.ledger)
+    kind = ShardedEngine if policy.placement is Placement.sharded else ReplicatedEngine
+    return kind(
+        model,
+        units,
+        policy=policy,
+        interpreter=interpreter,
+        precision=precision,
+        wire_dtype=WIRE_DTYPE[precision],
+        device=device,
+        thread=thread,
+    )
+
+
+def check_overlap(
+    policy: CommPolicy, units: Mapping[str, nn.Module], *, precision: Precision, micro_batches: int
+) -> None:
+    """Refuse what a queued reduction would spoil: gradients that are read again before it has ended.
+
+    FSDP2 keeps the reduction's output as the gradient at once. Under fp16 it divides it afterwards; a second
+    reduction into the same gradient adds it up.
+    """
+    if precision is Precision.fp16:
+        raise ValueError(
+            "comm.overlap=true with precision=fp16: FSDP2 divides a gradient before its reduction has ended; use "
+            "bf16, or comm.overlap=false"
+        )
+    early = any(
+        policy.decide(GradientsReady(unit, index, micro_batches)) is not None
+        for unit in units
+        for index in range(micro_batches - 1)
+    )
+    if early:
+        raise ValueError(
+            f"comm.overlap=true with batch.accumulation={micro_batches}: {policy.name!r} reduces every micro-batch, "
+            "and FSDP2 adds up gradients whose reduction has not ended; use accumulation 1, or comm.overlap=false"
+        )
+
+
+

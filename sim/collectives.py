@@ -1,0 +1,219 @@
+"""Collectives step by step: every rank a process, every message a flow. The algorithms are gloo's, and the runtime's
+own where it builds on sends and receives.
+
+Sources: pytorch/gloo (allgather_ring, allreduce ring, broadcast, reduce); checked against real gloo on a shaped
+network, where a fluid model of these steps is within 6%.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..conf.schema import Backend
+from ..policies.mesh import Mesh
+from ..policies.wire import binomial_children
+from .interpreter import Transfer, Work
+from .machine import Machine, Steps
+
+MAX_SEGMENT_BYTES = 1 << 20  # gloo's ring all-reduce and reduce cut a chunk into segments of at most this
+
+Tag = tuple[int, ...]
+
+
+class Collectives(Protocol):
+    """How a rank takes part in a collective."""
+
+    def run(self, rank: int, transfer: Transfer, tag: Tag) -> Steps: ...
+
+
+@dataclass(slots=True)
+class _Half:
+    """A message that one end has posted."""
+
+    done: Any
+    sender_waits: bool
+    nbytes: int
+
+
+class PerStep:
+    """Every rank and message apart. A message moves when its sender and its receiver have both posted it.
+
+    Raises:
+        ValueError: If NCCL is asked for a collective whose steps are not known here.
+    """
+
+    def __init__(self, machine: Machine, mesh: Mesh) -> None:
+        self._machine = machine
+        self._mesh = mesh
+        self._posted: dict[tuple[Tag, int, int, int], _Half] = {}
+        self._nccl = machine.costs.cluster.backend is Backend.nccl
+
+    def run(self, rank: int, transfer: Transfer, tag: Tag) -> Steps:
+        """Take part as `rank`. `tag` is the same on all ranks, and used once."""
+        group = self._mesh.group(transfer.axis, rank)
+        fixed_ns = self._machine.costs.op_ns(transfer.op, transfer.axis)
+        if self._nccl:
+            fixed_ns += self._machine.costs.cluster.device.launch_ns
+        if fixed_ns:
+            yield self._machine.env.timeout(fixed_ns)
+        at = _Place(self, rank, group, tag)
+        match transfer.op:
+            case "all_gather":
+                yield from self._ring(at, transfer.message_bytes, rounds=len(group) - 1, shift=1, segments=2)
+            case "reduce_scatter":
+                yield from self._reduce_scatter(at, transfer)
+            case "all_to_all":
+                yield from _all_to_all(at, transfer.message_bytes)
+            case "all_reduce":
+                yield from self._ring_reduce(at, transfer, rounds=2 * (len(group) - 1))
+            case "broadcast" if not self._nccl:
+                yield from _broadcast(at, transfer)
+            case "reduce" if not self._nccl:
+                yield from self._ring_reduce(at, transfer, rounds=len(group) - 1)
+                yield from self._collect(at, transfer)
+            case _:
+                raise ValueError(
+                    f"NCCL's {transfer.op} is simulated folded only: its pipelined steps are not known here"
+                )
+
+    def missing(self) -> list[tuple[int, int]]:
+        """Messages that one end waits for, as (waiting rank, rank that it waits for)."""
+        return [
+            (source, target) if half.sender_waits else (target, source)
+            for (_, source, target, _), half in self._posted.items()
+        ]
+
+    def post(self, tag: Tag, source: int, target: int, k: int, nbytes: int, *, sends: bool) -> Any:
+        """One end of a message; the event fires on both ends when it has arrived."""
+        key = (tag, source, target, k)
+        half = self._posted.pop(key, None)
+        if half is None:
+            done = self._machine.env.event()
+            self._posted[key] = _Half(done, sends, nbytes)
+            return done
+        assert half.sender_waits != sends, f"message {key} posted twice by one end"
+        assert half.nbytes == nbytes, f"message {key}: {half.nbytes} bytes meet {nbytes}"
+        self._machine.send(source, target, nbytes).callbacks.append(lambda _: half.done.succeed())
+        return half.done
+
+    def _ring(
+        self,
+        at: "_Place",
+        chunk_bytes: int,
+        *,
+        rounds: int,
+        shift: int,
+        segments: int,
+        work_of: Callable[[int], Sequence[Work]] | None = None,
+    ) -> Steps:
+        """`rounds` chunks to the neighbour, in segments of which two are in flight."""
+        segments = min(segments, max(1, chunk_bytes))
+        sizes = [chunk_bytes * (i + 1) // segments - chunk_bytes * i // segments for i in range(segments)]
+        to, source = at.neighbour(shift), at.neighbour(-shift)
+        sent: list[Any] = []
+        received: list[Any] = []
+
+        def settle(k: int) -> Steps:
+            yield sent[k]
+            yield received[k]
+            if work_of is not None:
+                yield from self._machine.work(at.rank, work_of(k // segments))
+
+        in_flight = 2 if segments > 1 else 1
+        for k in range(rounds * segments):
+            if k >= in_flight:
+                yield from settle(k - in_flight)
+            size = sizes[k % segments]
+            received.append(at.receive(source, k, size))
+            sent.append(at.send(to, k, size))
+        for k in range(max(0, rounds * segments - in_flight), rounds * segments):
+            yield from settle(k)
+
+    def _reduce_scatter(self, at: "_Place", transfer: Transfer) -> Steps:
+        """The runtime's ring on sends and receives: a receive is posted first, then the addition, then a send."""
+        to, source, rounds = at.neighbour(1), at.neighbour(-1), len(at.group) - 1
+        before, after = transfer.hop
+        if self._nccl and not before:
+            after = ()  # NCCL adds while it moves
+        yield from self._machine.work(at.rank, before)
+        coming = at.receive(source, 0, transfer.message_bytes)
+        for k in range(rounds):
+            current = coming
+            if k + 1 < rounds:
+                coming = at.receive(source, k + 1, transfer.message_bytes)
+            going = at.send(to, k, transfer.message_bytes)
+            yield current
+            works = after if k + 1 < rounds else after[: len(after) - len(before)]  # the last is not sent on
+            yield from self._machine.work(at.rank, works)
+            yield going
+
+    def _ring_reduce(self, at: "_Place", transfer: Transfer, *, rounds: int) -> Steps:
+        """gloo's ring, r to r - 1: a reduce-scatter and, with twice the rounds, an all-gather."""
+        chunk_bytes, segments, add = reduce_chunks(transfer)
+        reducing = len(at.group) - 1
+        if self._nccl:  # adds while it moves, and cuts finer than gloo
+            segments, reducing = min(segments, 2), 0
+
+        def work_of(k: int) -> Sequence[Work]:
+            return (add,) if k < reducing else ()
+
+        yield from self._ring(at, chunk_bytes, rounds=rounds, shift=-1, segments=segments, work_of=work_of)
+
+    def _collect(self, at: "_Place", transfer: Transfer) -> Steps:
+        """Every rank's chunk of the sum goes to the root."""
+        chunk_bytes, _, _ = reduce_chunks(transfer)
+        root = at.group[transfer.root]
+        if at.rank != root:
+            yield at.send(root, -1, chunk_bytes)
+            return
+        for event in [at.receive(peer, -1, chunk_bytes) for peer in at.group if peer != root]:
+            yield event
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A rank's place in one collective."""
+
+    steps: PerStep
+    rank: int
+    group: tuple[int, ...]
+    tag: Tag
+
+    def neighbour(self, shift: int) -> int:
+        return self.group[(self.group.index(self.rank) + shift) % len(self.group)]
+
+    def send(self, to: int, k: int, nbytes: int) -> Any:
+        return self.steps.post(self.tag, self.rank, to, k, nbytes, sends=True)
+
+    def receive(self, source: int, k: int, nbytes: int) -> Any:
+        return self.steps.post(self.tag, source, self.rank, k, nbytes, sends=False)
+
+
+def _all_to_all(at: _Place, message_bytes: int) -> Steps:
+    """Receives first, then all sends at once."""
+    peers = [peer for peer in at.group if peer != at.rank]
+    events = [at.receive(peer, 0, message_bytes) for peer in peers]
+    events += [at.send(peer, 0, message_bytes) for peer in peers]
+    for event in events:
+        yield event
+
+
+def _broadcast(at: _Place, transfer: Transfer) -> Steps:
+    """Binomial tree: the whole buffer comes, then goes to all children at once."""
+    root = at.group[transfer.root]
+    if at.rank != root:
+        size, offset = len(at.group), transfer.root
+        place = (at.group.index(at.rank) - offset) % size
+        parent = at.group[(place - (1 << (place.bit_length() - 1)) + offset) % size]
+        yield at.receive(parent, 0, transfer.message_bytes)
+    children = binomial_children(at.group, root, at.rank)
+    for event in [at.send(child, 0, transfer.message_bytes) for child in children]:
+        yield event
+
+
+def reduce_chunks(transfer: Transfer) -> tuple[int, int, Work]:
+    """(bytes of a chunk, segments, the addition of one segment) of gloo's ring over the whole tensor."""
+    numel = -(-transfer.numel // transfer.group_size)
+    chunk_bytes = numel * transfer.element_bytes
+    segments = max(2, -(-chunk_bytes // MAX_SEGMENT_BYTES)) if numel > 1 else 1
+    return chunk_bytes, segments, Work("traffic", "add", 0, 3 * chunk_bytes // segments)

@@ -1,0 +1,82 @@
+"""The simulated machine: who waits for what when a rank computes or sends."""
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import simpy
+
+from ..conf.schema import ClusterConf
+from .costs import Costs
+from .interpreter import Work
+from .network import Network, Route
+from .topology import Link, Path, Topology
+
+Steps = Generator[Any, Any, None]  # of a simpy process
+
+
+class Machine:
+    """Ranks, cores and links in simulated time.
+
+    Args:
+        ranks: Those that are simulated; with `folded`, each stands for all ranks of a host.
+    """
+
+    def __init__(self, env: simpy.Environment, costs: Costs, topology: Topology, *, folded: bool) -> None:
+        self.env = env
+        self.costs = costs
+        self.network = Network(env)
+        self.topology = topology
+        cluster = costs.cluster
+        self._per_host = cluster.num_ranks if cluster.host.all_nodes else cluster.devices_per_node
+        self._weight = float(self._per_host) if folded else 1.0
+        self._cores = _cores(cluster, self._per_host)
+        # a probe times a rank while all ranks do the same: what it saw is this share of a core
+        self.core_share = min(1.0, cluster.host.cores / self._per_host) if cluster.host.cores else 1.0
+        self._routes: dict[tuple[int, int], tuple[Path, Route, bool]] = {}
+
+    @property
+    def shares_cores(self) -> bool:
+        return bool(self._cores)
+
+    def work(self, rank: int, works: Sequence[Work]) -> Steps:
+        """Do `works` one after the other."""
+        for work in works:
+            ns = self.costs.ns(work)
+            if not ns:
+                continue
+            if not self._cores or self.costs.sleeps(work):
+                yield self.env.timeout(ns)
+            else:
+                yield self.network.flow(ns * self.core_share, self._core_route(rank), limit=1.0)
+
+    def send(self, source: int, target: int, nbytes: float) -> Any:
+        """Move a message that both ends are ready for; the event fires when it has arrived.
+
+        A message that stays in its node is a copy by a core: where cores are shared it takes its share of them,
+        and never runs faster than the connection.
+        """
+        known = self._routes.get((source, target))
+        if known is None:
+            path = self.topology.path(source, target)
+            copied = path.node and bool(self._cores)
+            route: Route = tuple((link, 1.0) for link in path.links)
+            if copied:
+                # in core-ns: the connection's capacity is the share of a core with which the probe measured it
+                connection = Link(f"copy.{source}>{target}", self.core_share)
+                route = ((connection, 1.0), *self._core_route(source))
+            known = self._routes[source, target] = (path, route, copied)
+        path, route, copied = known
+        amount = nbytes
+        if copied:
+            amount = nbytes / min(link.capacity for link in path.links) * self.core_share
+        return self.network.flow(amount, route, after_ns=path.latency_ns)
+
+    def _core_route(self, rank: int) -> Route:
+        return ((self._cores[rank // self._per_host], self._weight),)
+
+
+def _cores(cluster: ClusterConf, per_host: int) -> list[Link]:
+    if not cluster.host.cores:
+        return []
+    hosts = -(-cluster.num_ranks // per_host)
+    return [Link(f"cores.{host}", float(cluster.host.cores)) for host in range(hosts)]

@@ -1,0 +1,80 @@
+"""From timings to spans, and to where a rank's time went."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..analysis.record import Span
+from .costs import Costs
+from .executor import Segment, Timing
+from .program import COMPUTE, QUANTIZE
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Nanoseconds of one rank in one training step.
+
+    `compute` and `quantize` (codecs, sums and copies that plans ask for): time in which they ran. `comm_total`: in
+    which a collective was under way, waiting for other ranks included. `comm_exposed`: the part of it in which
+    neither of the two ran. `idle`: in which nothing ran.
+    """
+
+    compute: int
+    comm_exposed: int
+    comm_total: int
+    quantize: int
+    idle: int
+
+    def seconds(self) -> dict[str, float]:
+        return {name: getattr(self, name) / 1e9 for name in self.__dataclass_fields__}
+
+
+def phases(segment: Segment, timing: Timing, *, until_ns: int) -> Phases:
+    """Where the time went, from the rank's start of the segment to `until_ns`."""
+    compute: list[Interval] = []
+    quantize: list[Interval] = []
+    comm: list[Interval] = []
+    for item in segment.program.items:
+        start, end = timing.starts_ns[item.index], timing.ends_ns[item.index]
+        if end > start:
+            (comm if item.transfer else compute if item.stream == COMPUTE else quantize).append((start, end))
+    busy = _union_ns(compute + quantize)
+    everything = _union_ns(compute + quantize + comm)
+    return Phases(
+        compute=_union_ns(compute),
+        comm_exposed=everything - busy,
+        comm_total=_union_ns(comm),
+        quantize=_union_ns(quantize),
+        idle=until_ns - timing.start_ns - everything,
+    )
+
+
+def spans(rank: int, segment: Segment, timing: Timing, costs: Costs, *, shares_cores: bool) -> Iterable[Span]:
+    """All that took time on one rank."""
+    for item in segment.program.items:
+        start, end = timing.starts_ns[item.index], timing.ends_ns[item.index]
+        if end == start:
+            continue
+        unit = f" {item.unit}" if item.unit else ""
+        if item.transfer is not None:
+            name = f"{item.transfer.op}{unit}"
+            yield Span(rank, item.stream, name, start, end, item.transfer.payload_bytes)
+        elif item.stream == COMPUTE:
+            yield Span(rank, COMPUTE, item.parts[0].name, start, end)
+        elif len(item.parts) == 1 or shares_cores:
+            yield Span(rank, QUANTIZE, f"{item.parts[0].name}{unit}", start, end)
+        else:
+            for part in item.parts:  # merged: nothing shares the device, so each took its own time
+                end = start + costs.ns(part.work)
+                yield Span(rank, QUANTIZE, f"{part.name}{unit}", start, end)
+                start = end
+
+
+def _union_ns(intervals: list[Interval]) -> int:
+    total, reached = 0, -1
+    for start, end in sorted(intervals):
+        if end > reached:
+            total += end - max(start, reached)
+            reached = end
+    return total

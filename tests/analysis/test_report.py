@@ -1,0 +1,347 @@
+"""The command `twinbed-report` and its page."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from twinbed.analysis.record import Record, write_record
+from twinbed.analysis.report import main, write_files
+
+Make = Callable[..., Record]
+Unfinished = Callable[[str, str, str], Record]
+VOID = {"meta", "img", "br", "wbr", "link", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Checks nesting; collects text, links and sources."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.sources: list[str] = []
+        self.ids: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {key: value or "" for key, value in attrs}
+        if tag not in VOID:
+            self.open.append(tag)
+        self.ids += [found["id"]] if "id" in found else []
+        self.links += [found["href"]] if "href" in found else []
+        self.sources += [found["src"]] if "src" in found else []
+        assert tag not in ("script", "link", "iframe", "object")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.text += data
+
+
+def report(folder: Path) -> Page:
+    assert main([str(folder)]) == 0
+    return Page((folder / "report.html").read_text(encoding="utf-8"))
+
+
+def test_page_of_a_prediction_beside_its_run(both: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = report(both)
+    out = capsys.readouterr().out
+    for text in (page.text, out):
+        assert "The ledgers are equal: 120 collectives" in text
+        assert "Training gpt_tiny with ZeRO-3 (comm=zero3) on 2 nodes of 2 ranks with 100 Mbit/s" in " ".join(
+            text.split()
+        )
+        assert "iteration time, mean" in text
+        assert "0.952" in text
+    assert str(both / "report.html") in out
+    assert "the prediction is 4.8% less than measured, within 10%" in " ".join(out.split())
+    assert "Guessed inputs: none." in page.text
+    assert "Fitted constants: none." in page.text
+    assert "ui.perfetto.dev" in page.text
+
+
+def test_page_is_self_contained(both: Path) -> None:
+    page = report(both)
+    assert len(page.sources) == 6  # iteration, phases, bytes, memory, losses, timeline
+    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
+    for link in page.links:
+        if link.startswith("#"):
+            assert link[1:] in page.ids
+        else:
+            assert (both / link).is_file()
+    assert "http" not in (both / "report.html").read_text(encoding="utf-8").replace(page.text, "")
+
+
+def test_files_beside_the_page(both: Path) -> None:
+    report(both)
+    names = {path.name for path in both.iterdir() if path.is_file()}
+    for plot in ("iteration_time", "phases", "bytes", "memory", "losses", "timeline"):
+        assert {f"report_{plot}.png", f"report_{plot}.csv"} <= names
+    assert json.loads((both / "report_timeline.json").read_text())["traceEvents"]
+    assert (both / "report_parity.csv").read_text().startswith("metric,unit,predicted,measured,ratio,naive\n")
+    assert not [name for name in names if name.startswith(".")]
+
+
+def test_the_same_records_give_the_same_files(both: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(both, tmp_path / "other")
+    report(both)
+    report(other)
+    for path in both.glob("report*"):
+        assert path.read_bytes() == (other / path.name).read_bytes()
+
+
+def test_a_difference_is_shown_with_both_rows(
+    tmp_path: Path, make_record: Make, both_folder: Callable[..., Path]
+) -> None:
+    real = make_record("runtime")
+    real.ledger[0] = replace(real.ledger[0], wire_bytes=3001)
+    page = report(both_folder(tmp_path, make_record(), real))
+    assert "wire_bytes is 3000 predicted, 3001 executed" in page.text
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert html.count('marked">') == 2
+
+
+def test_a_void_run_and_warnings_are_said(both: Path) -> None:
+    (both / "parity.json").write_text(
+        '{"void": true, "void_reason": "load 3.2 on 2 cores", "replay_equal": true}'
+    )
+    result = json.loads((both / "sim" / "result.json").read_text())
+    result["warnings"] = ["comm.overlap had no <effect>"]
+    result["guessed_inputs"] = [{"key": "device.launch_ns", "worst": 10000, "best": 3000}]
+    (both / "sim" / "result.json").write_text(json.dumps(result))
+    page = report(both)
+    assert "The times are void: load 3.2 on 2 cores." in page.text
+    assert "Replaying the events through the policy gives the same actions." in page.text
+    assert "comm.overlap had no <effect>" in page.text  # escaped in the source
+    assert "key: device.launch_ns, worst: 10000, best: 3000" in page.text
+
+
+@pytest.mark.parametrize("status", ["failed", "oom"])
+@pytest.mark.parametrize("target", ["sim", "runtime"])
+def test_a_run_without_figures_is_told_in_words(
+    tmp_path: Path, make_unfinished: Unfinished, target: str, status: str
+) -> None:
+    write_record(tmp_path, make_unfinished(target, status, "rank 1 ran into a wall"))
+    text = report(tmp_path).text
+    assert "rank 1 ran into a wall" in text
+    assert ("does not fit in memory" in text) == (status == "oom")
+    assert "There is no iteration time" in text
+    assert "The record holds no timeline." in text
+
+
+def test_one_side_failed(
+    tmp_path: Path, make_record: Make, make_unfinished: Unfinished, both_folder: Callable[..., Path]
+) -> None:
+    folder = both_folder(
+        tmp_path, make_record(), make_unfinished("runtime", "failed", "rank 1 died at step 3")
+    )
+    text = report(folder).text
+    assert "The real run failed: rank 1 died at step 3." in text
+    assert "The ledgers were not compared: a side did not run to its end." in text
+    assert "Predicted: 400 ms an iteration. Not measured: the run failed." in text
+
+
+def test_one_side_missing_and_too_few_steps(tmp_path: Path, make_record: Make) -> None:
+    record = make_record(folded=True)
+    record.result["iteration_s"] = {"mean": None, "p50": None, "min": None, "max": None, "n": 0}
+    write_record(tmp_path / "sim", record)
+    text = report(tmp_path).text
+    assert "The real run left no record." in text
+    assert "no iteration was left after the warm-up (n = 0)" in text
+
+
+def test_an_empty_experiment_is_no_crash(tmp_path: Path, make_unfinished: Unfinished) -> None:
+    record = make_unfinished("runtime", "failed", "cannot compose")
+    record.result["experiment"] = {}
+    write_record(tmp_path, record)
+    assert "configuration is empty" in report(tmp_path).text
+
+
+def test_multirun(
+    tmp_path: Path,
+    make_record: Make,
+    make_unfinished: Unfinished,
+    sweep_folder: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runs: list[tuple[list[str], Record | None]] = [
+        (
+            [f"comm={policy}", f"cluster.inter_node.links={links}"],
+            make_record(policy=policy, links=links, step_s=step_s / links),
+        )
+        for policy, step_s in (("zero3", 0.8), ("zeropp", 0.4))
+        for links in (1, 2)
+    ]
+    runs.append(
+        (["comm=qwz", "cluster.inter_node.links=3"], make_unfinished("sim", "failed", "links=3 is odd"))
+    )
+    page = report(sweep_folder(tmp_path, runs))
+    out = capsys.readouterr().out
+    for text in (page.text, out):
+        assert "A multirun of 5 runs: 4 ok, 1 failed." in text
+        assert "run 4 (comm=qwz, cluster.inter_node.links=3), failed: links=3 is odd" in text
+        assert "4.000" in text  # zeropp on 2 links against the first
+    assert "The fastest is run 3 (comm=zeropp, cluster.inter_node.links=2): 200 ms an iteration." in page.text
+    assert len(page.sources) == 1
+    times = (tmp_path / "report_times.csv").read_text().splitlines()
+    assert times[0] == "cluster.inter_node.links,series,policy,iteration_s,low_s,high_s"
+    assert times[-1].startswith("2,zeropp,zeropp,0.2")
+
+
+def test_multirun_over_seeds_plots_losses(
+    tmp_path: Path, make_record: Make, sweep_folder: Callable[..., Path]
+) -> None:
+    runs = [
+        (
+            [f"comm={policy}", f"seed={seed}"],
+            make_record("runtime", policy=policy, seed=seed, losses=[3.0, 2.0, 1.0 + seed]),
+        )
+        for policy in ("zero3", "zeropp")
+        for seed in (0, 1)
+    ]
+    page = report(sweep_folder(tmp_path, runs))
+    assert len(page.sources) == 2
+    losses = (tmp_path / "report_losses.csv").read_text().splitlines()
+    assert losses[1:4] == [
+        '"zero3, seed=0",zero3,0,3.0',
+        '"zero3, seed=0",zero3,1,2.0',
+        '"zero3, seed=0",zero3,2,1.0',
+    ]
+    assert len(losses) == 1 + 4 * 3
+
+
+def test_multirun_of_both_targets(
+    tmp_path: Path, make_record: Make, both_folder: Callable[..., Path]
+) -> None:
+    for number, policy in enumerate(("zero3", "zeropp")):
+        folder = tmp_path / str(number)
+        both_folder(folder, make_record(policy=policy), make_record("runtime", policy=policy, step_s=0.5))
+        (folder / ".hydra").mkdir()
+        (folder / ".hydra" / "overrides.yaml").write_text(f"- comm={policy}\n")
+        (folder / "parity.json").write_text(json.dumps({"ledger_equal": number == 0}))
+    page = report(tmp_path)
+    assert "0.800" in page.text  # predicted / measured
+    assert "DIFFER" in page.text
+    assert "The ledgers differ in run 1." in page.text
+
+
+def test_compare_sets_an_earlier_prediction_against_a_later_run(
+    tmp_path: Path, make_record: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_record(tmp_path / "laptop", make_record(folded=True))
+    write_record(tmp_path / "cluster" / "runtime", make_record("runtime", step_s=0.5, links=2))
+    assert main(["--compare", str(tmp_path / "laptop"), str(tmp_path / "cluster")]) == 0
+    out = capsys.readouterr().out
+    assert "0.800" in out
+    assert "cluster.inter_node.links: 1 / 2" in " ".join(out.split())
+    parity = json.loads((tmp_path / "cluster" / "compare" / "parity.json").read_text())
+    assert parity["ledger_equal"] is True
+    assert (tmp_path / "cluster" / "compare" / "report.html").is_file()
+    # the wrong way round
+    assert main(["--compare", str(tmp_path / "cluster" / "runtime"), str(tmp_path / "laptop")]) == 2
+    assert "holds a run of target=runtime, expected target=sim" in capsys.readouterr().err
+
+
+def test_output_goes_elsewhere_on_request(both: Path, tmp_path: Path) -> None:
+    assert main([str(both), "--output", str(tmp_path / "there")]) == 0
+    assert (tmp_path / "there" / "report.html").is_file()
+    assert not (both / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (None, "", "no such folder"),
+        ("note.txt", "hello", "holds no records"),
+        ("result.json", "{", "broken"),
+        ("result.json", "[1]", "expected a JSON object, found list"),
+        ("result.json", "{}", "target=None"),
+        ("result.json", '{"target": "sim", "loss": 3}', "loss must be a list"),
+        ("sim/result.json", "{", "sim: broken record"),
+        ("3/result.json", "{", "3/result.json: broken JSON"),
+    ],
+)
+def test_bad_folders_give_one_clear_message(
+    tmp_path: Path, file: str | None, content: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    if file is not None:
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).write_text(content)
+    before = sorted(tmp_path.rglob("*"))
+    assert main([str(folder)]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("file", ["ledger.csv", "decisions.jsonl", "timeline.json"])
+def test_a_broken_part_names_the_run(both: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (both / "runtime" / file).write_text("rank,oops\n1,2\n")
+    assert main([str(both)]) == 2
+    assert f"{both / 'runtime'}: broken record" in capsys.readouterr().err
+
+
+def test_nothing_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_fdopen, calls = os.fdopen, []
+
+    def full_disk(handle: int, mode: str) -> object:
+        calls.append(mode)
+        if len(calls) == 2:
+            os.close(handle)
+            raise OSError(28, "No space left on device")
+        return real_fdopen(handle, mode)
+
+    monkeypatch.setattr(os, "fdopen", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write_files(tmp_path, {"a.png": b"1", "b.png": b"2"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_named(both: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (both / "blocked").write_text("a file where a folder should be")
+    assert main([str(both), "--output", str(both / "blocked" / "inner")]) == 1
+    captured = capsys.readouterr()
+    assert "cannot write the report into" in captured.err
+    assert "Not a directory" in captured.err
+    assert captured.out == ""
+
+
+def test_command_needs_one_of_folder_and_compare(both: Path) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    assert stop.value.code == 2
+    with pytest.raises(SystemExit):
+        main([str(both), "--compare", "a", "b"])
+
+
+def test_parity_needs_neither_pandas_nor_matplotlib() -> None:
+    code = (
+        "import sys, twinbed.analysis.parity; "
+        "assert not {'pandas', 'matplotlib', 'torch', 'numpy'} & {*sys.modules}, 'heavy'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_report_imports_no_engine() -> None:
+    code = (
+        "import sys, twinbed.analysis.report; "
+        "rooms = ('torch', 'twinbed.sim', 'twinbed.runtime', 'twinbed.policies', 'twinbed.kernels'); "
+        "bad = [name for name in sys.modules if name.startswith(rooms)]; "
+        "assert not bad, bad; assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,86 @@
+"""Timelines of both sides: the file for Perfetto and the picture of one iteration."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from twinbed.analysis import plots
+from twinbed.analysis.load import Run, load
+from twinbed.analysis.record import Record, Span
+from twinbed.analysis.timelines import iteration_timeline, merged_trace
+
+Make = Callable[..., Record]
+
+
+def test_both_sides_lie_in_one_trace_and_start_together(both: Path) -> None:
+    run = load(both)
+    assert isinstance(run, Run)
+    events = json.loads(json.dumps(merged_trace(run)))["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert list(names.values()).count("sim rank 0") == 1
+    assert sorted(names.values()) == sorted(
+        f"{side} rank {rank}" for side in ("sim", "real") for rank in range(4)
+    )
+    spans = [e for e in events if e["ph"] == "X"]
+    assert run.sim is not None
+    assert run.real is not None
+    assert len(spans) == len(run.sim.spans) + len(run.real.spans)
+    for side in ("sim", "real"):
+        assert (
+            min(e["ts"] for e in spans if names[e["pid"]].startswith(side)) == 0
+        )  # the real clock began at 123 s
+    # Perfetto shows the prediction above its run, rank by rank
+    order = sorted(
+        (e["args"]["sort_index"], names[e["pid"]]) for e in events if e["name"] == "process_sort_index"
+    )
+    assert [name for _, name in order][:3] == ["sim rank 0", "real rank 0", "sim rank 1"]
+
+
+def test_the_first_iteration_after_the_warm_up_is_shown(both: Path) -> None:
+    run = load(both)
+    assert isinstance(run, Run)
+    timeline = iteration_timeline(run)
+    for side, length in (("predicted", 0.4), ("measured", 0.42)):
+        part = timeline[timeline["side"] == side]
+        assert part["start_s"].min() == pytest.approx(0.0, abs=1e-6)
+        assert part["end_s"].max() == pytest.approx(length, rel=1e-3)
+        assert len(part[(part["rank"] == 0) & (part["stream"] == "gather")]) == 6  # 3 gathers, 3 encodes
+    encodes = timeline[timeline["name"] == "encode"]
+    assert set(encodes["depth"]) == {1}  # inside their gathers
+    figure = plots.timeline_figure(timeline)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["predicted", "measured"]
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels[-1] == "rank 0  compute"  # on top
+
+
+def test_accumulation_is_one_iteration(make_record: Make) -> None:
+    record = make_record("runtime")
+    record.result["experiment"] |= {"steps": 2, "warmup_steps": 1, "batch": {"accumulation": 2}}
+    record.spans = [
+        Span(0, "compute", name, 10 * i, 10 * i + 10)
+        for i, name in enumerate(
+            ("step", "forward/root", "backward/root", "step", "forward/root", "backward/root", "step") * 2
+        )
+    ]
+    timeline = iteration_timeline(Run(Path(), real=record))
+    # from the second iteration's first forward to the end: two micro-batches, two steps between and after
+    assert list(timeline["name"]) == [
+        "forward/root",
+        "backward/root",
+        "step",
+        "forward/root",
+        "backward/root",
+        "step",
+    ]
+
+
+def test_without_names_the_last_stretch_is_shown(make_record: Make) -> None:
+    record = make_record(step_s=0.4)
+    record.spans = [Span(0, "compute", "work", i * 10**8, (i + 1) * 10**8) for i in range(20)]
+    assert len(iteration_timeline(Run(Path(), sim=record))) == 4
+
+
+def test_only_so_many_ranks_are_drawn(make_record: Make) -> None:
+    timeline = iteration_timeline(Run(Path(), sim=make_record()), max_ranks=2)
+    assert set(timeline["rank"]) == {0, 1}
