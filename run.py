@@ -101,11 +101,13 @@ def run_experiment(config: DictConfig, folder: Path) -> None:
 def _carry_out(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...], folder: Path) -> None:
     target, launch = composed.experiment.target, composed.experiment.launch
     if target is not Target.sim and launch is not Launch.local:
+        from twinbed.runtime.case import write_launch
         from twinbed.runtime.script import write_script
 
         if target is Target.both:
             write_simulation(composed, policy, warnings, folder / "sim")
-        script = write_script(folder, composed, warnings, git_commit=git_commit())
+        write_launch(folder, (_training_case(composed, warnings, TRAINING),), git_commit=git_commit())
+        script = write_script(folder, composed.experiment)
         sys.stdout.write(f"start the run with: {script}\n")
         if target is Target.both:
             sys.stdout.write(f"then compare: twinbed-report --compare {folder / 'sim'} {folder / TRAINING}\n")
@@ -202,7 +204,7 @@ def replays(policy: CommPolicy, record: Record) -> bool:
 def summary(record: Record) -> str:
     """One line on a run."""
     result = record.result
-    name = {"sim": "simulated", "runtime": "measured"}[result["target"]]
+    name = {"sim": "simulated", "runtime": "measured"}.get(result["target"], result["target"])
     policy = result["experiment"].get("comm", {}).get("name", "?")
     if result["status"] == "failed":
         return f"{name} {policy}: failed: {result['error']}"
@@ -233,18 +235,14 @@ def _training_case(composed: Composed, warnings: tuple[str, ...], folder: str) -
     return Case(name=TRAINING, folder=folder, experiment=composed.resolved, warnings=warnings)
 
 
-def _launch(
-    composed: Composed, warnings: tuple[str, ...], folder: Path, cases: tuple[Any, ...]
-) -> "LaunchOutcome":
-    from twinbed.kernels.native import prepare
-    from twinbed.runtime.data import check_data
+def _launch(composed: Composed, folder: Path, cases: tuple[Any, ...]) -> "LaunchOutcome":
     from twinbed.runtime.launcher import launch_local
+    from twinbed.runtime.preflight import check_run
 
     try:
-        check_data(composed.experiment)
+        check_run(composed.experiment)
     except ValueError as err:
         raise ExperimentError(str(err)) from err
-    prepare()  # compiled once here, and not by every rank at its first step
     return launch_local(folder, cluster=composed.experiment.cluster, cases=cases, git_commit=git_commit())
 
 

@@ -94,7 +94,9 @@ class Nccl(_Library):
 
     def reduce_scatter(self, group: Group, x: Tensor, out: Tensor, codec: Codec | None) -> None:
         if codec is not None:
-            raise ValueError("comm.gradient_path='ring' re-quantizes at each hop, which nccl cannot; use gloo")
+            raise ValueError(
+                "comm.gradient_path='ring' re-quantizes at each hop, which nccl cannot; use gloo"
+            )
         dist.reduce_scatter_tensor(out, x.view(-1), group=group.handle)
 
     def all_to_all(self, group: Group, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:

@@ -50,9 +50,7 @@ class Groups:
         for axis in (WORLD, LOCAL, NODE, HPZ):
             for ranks in mesh.groups(axis):  # every rank makes every group, in this order
                 if ranks not in handles:
-                    handles[ranks] = (
-                        dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
-                    )
+                    handles[ranks] = dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
             mine = mesh.group(axis, self.rank)
             self._groups[axis] = Group(axis, mine, mine.index(self.rank), handles[mine])
 

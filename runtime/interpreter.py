@@ -390,7 +390,9 @@ class _Piece:
             return Plain(parts)
         own = value.own
         width = run * value.codec.wire_bytes
-        messages = value.messages.view(-1, width)  # a row for each peer; this rank's too unless it stayed exact
+        messages = value.messages.view(
+            -1, width
+        )  # a row for each peer; this rank's too unless it stayed exact
         parts = torch.empty_like(messages)
         sends, receives = list(messages), list(parts)
         if own is not None:  # places of the group again, with nothing for this rank

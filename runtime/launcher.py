@@ -29,6 +29,7 @@ from .failure import Cause, Heartbeat, clear_traces, find_cause, read_failures
 
 _POLL_S = 0.05
 _GRACE_S = 2.0  # for the others to say what they saw, once a rank has failed
+_STACKS_S = 0.3  # for ranks that hang to write where they are
 _PORT_IN_NODE = 29500  # a node of a shaped cluster is a namespace: no port in it is taken
 _TAIL_LINES = 40
 
@@ -227,6 +228,7 @@ class _Launch:
         missing = len(_finished(self._folder, self._cases)) < len(self._cases)
         if failed_at is None and not missing:
             return None
+        self._ask_where(running)
         self._kill()
         heartbeats = {rank: Heartbeat.read(self._folder, rank) for rank in codes}
         last_lines = {rank: (r.tail[-1] if r.tail else "") for rank, r in enumerate(self._ranks)}
@@ -236,6 +238,14 @@ class _Launch:
         if cause.rank and self._ranks[cause.rank].tail:  # what rank 0 said has been passed on already
             _say(f"the last lines of rank {cause.rank}:\n" + "\n".join(self._ranks[cause.rank].tail))
         return cause
+
+    def _ask_where(self, running: Sequence[int]) -> None:
+        """Let ranks that hang write their stacks into their logs."""
+        for rank in running:
+            with contextlib.suppress(ProcessLookupError):
+                self._ranks[rank].process.send_signal(signal.SIGUSR1)
+        if running:
+            time.sleep(_STACKS_S)
 
     def _kill(self) -> None:
         """End what still runs, and wait for it; stopped processes too."""

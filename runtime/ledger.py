@@ -49,16 +49,16 @@ class Ledger:
         self.spans: list[Span] = []
         self._decided: list[tuple[int, CommEvent, Plan | None]] = []
         self._labels = Labels()
-        self._local = threading.local()  # .labels: of a thread that works for an earlier time; .scope: open row
+        self._local = (
+            threading.local()
+        )  # .labels: of a thread that works for an earlier time; .scope: open row
         self._axes = {
             mesh.group(axis, rank): axis for axis in (HPZ, NODE, LOCAL, WORLD)
         }  # groups of equal ranks: the last name wins
 
     # ---- labels
 
-    def at(
-        self, *, iteration: int | None = None, phase: str | None = None, layer: str | None = None
-    ) -> None:
+    def at(self, *, iteration: int | None = None, phase: str | None = None, layer: str | None = None) -> None:
         """From now on rows are of this iteration and phase (forward, backward, step, eval or setup)."""
         now = self._labels
         self._labels = Labels(
@@ -236,9 +236,7 @@ class Collecting:
             )
         )
         name = f"{self._op} {self._layer}".rstrip()
-        ledger.spans.append(
-            Span(ledger.rank, self._stream, name, self._start_ns, end_ns, self.wire_bytes)
-        )
+        ledger.spans.append(Span(ledger.rank, self._stream, name, self._start_ns, end_ns, self.wire_bytes))
 
 
 class Timed:

@@ -69,15 +69,14 @@ def measure(context: "WorkerContext", *, precision: str) -> dict[str, Any]:
     import torch
 
     from ..policies.mesh import Mesh
-    from .collectives import Gloo, Nccl
-    from .groups import Groups
+    from .collectives import backend_of, build_collectives
     from .interpreter import Interpreter
     from .ledger import Ledger
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
     mesh = Mesh(context.num_ranks, context.ranks_per_node, context.ranks_per_node)
-    groups = Groups(mesh)
-    collectives = Gloo() if context.device.type == "cpu" else Nccl()
+    groups = context.groups(mesh)
+    collectives = build_collectives(backend_of(context.device))
     ledger = Ledger(rank=context.rank, mesh=mesh)
     interpreter = Interpreter(groups, ledger, collectives)
     ops = _OpProbe(interpreter, dtype, context.device)

@@ -37,6 +37,7 @@ class ShardedHooks:
         interpreter: Runs what it answers.
         thread: Overlap; None: hooks block.
         wire_dtype: What gradients are cast to before they are sent; None: they come in it.
+        counts_steps: Nobody else tells the ledger of iterations: each forward after a step begins one.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ShardedHooks:
         interpreter: Interpreter,
         thread: CommThread | None = None,
         wire_dtype: torch.dtype | None = None,
+        counts_steps: bool = False,
     ) -> None:
         self.policy = policy
         self.interpreter = interpreter
@@ -54,7 +56,9 @@ class ShardedHooks:
         self.thread = thread
         self.units = units
         self.phase = Phase.forward
-        self._changed = False
+        self._counts_steps = counts_steps
+        self._changed = False  # since the last forward
+        self._stepped = False  # since the last forward with gradients
         self._evaluated = False
         self._micro_batch, self._num_micro_batches = 0, 1
         self._plans: dict[str, Plan | None] = {}  # of this micro-batch's gradients; empty: not asked yet
@@ -94,7 +98,7 @@ class ShardedHooks:
 
     def weights_changed(self) -> None:
         """No copy of the weights is good any more."""
-        self._changed = True
+        self._changed = self._stepped = True
         for hooks in self._hooks:
             hooks.copy.valid = False
 
@@ -167,9 +171,7 @@ class ShardedHooks:
             x, out = slices, output
             if hooks.wire_dtype is not None and x.dtype != hooks.wire_dtype:
                 x, out = x.to(hooks.wire_dtype), torch.empty_like(output, dtype=hooks.wire_dtype)
-            self.interpreter.reduce(
-                plan, unit=hooks.name, slices=x, out=out, segments=segments, mean=mean
-            )
+            self.interpreter.reduce(plan, unit=hooks.name, slices=x, out=out, segments=segments, mean=mean)
             if out is not output:
                 output.copy_(out)
 
@@ -186,6 +188,10 @@ class ShardedHooks:
             self._changed = self._evaluated = False
         if not training:
             self._evaluated = True
+        elif self._stepped:
+            self._stepped = False
+            if self._counts_steps:
+                self.ledger.at(iteration=self.ledger.labels.iteration + 1)
         self.phase = Phase.forward
         self._label("forward" if training else "eval")
 
@@ -230,7 +236,11 @@ class _UnitHooks:
         """
         known = self._segments.get(numel)
         if known is None:
-            for choice in (self._shapes(trainable=False), self._shapes(trainable=True), [(self._world * numel,)]):
+            for choice in (
+                self._shapes(trainable=False),
+                self._shapes(trainable=True),
+                [(self._world * numel,)],
+            ):
                 known = shard_segments(choice, self._world)
                 if sum(known) == numel:
                     break

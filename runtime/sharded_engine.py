@@ -91,7 +91,9 @@ class ShardedEngine:
     def check_finite(self) -> None:
         for name, parameter in self._parameters.items():
             if parameter.grad is not None and not is_finite(_local(parameter.grad)):
-                raise RuntimeError(f"the gradient of {name} holds Inf or NaN in the part of rank {self._rank}")
+                raise RuntimeError(
+                    f"the gradient of {name} holds Inf or NaN in the part of rank {self._rank}"
+                )
 
     def after_optimizer_step(self) -> None:
         self._hooks.weights_changed()

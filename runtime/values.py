@@ -120,9 +120,7 @@ def decode(coded: Coded, dtype: torch.dtype, out: Tensor | None) -> Plain:
     """Elements of messages that were not added up; `out` [S, n] where they are wanted."""
     if out is None:
         numel = sum(coded.codec.segments)
-        out = torch.empty(
-            coded.parts * coded.slices, numel, dtype=dtype, device=coded.messages.device
-        )
+        out = torch.empty(coded.parts * coded.slices, numel, dtype=dtype, device=coded.messages.device)
     rows_per_part = coded.slices
     if coded.own is None:
         decode_segments(coded.messages.view(len(out), -1), **coded.codec.options, out=out)

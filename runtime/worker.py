@@ -4,6 +4,7 @@ It runs the cases of FOLDER/launch.json one after the other, and never composes 
 """
 
 import ctypes
+import faulthandler
 import gc
 import importlib
 import importlib.util
@@ -74,6 +75,7 @@ CaseFunction = Callable[[Case, WorkerContext], None]
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run all cases; the process ends here, without Python's and torch's slow farewell."""
     _die_with_launcher()
+    faulthandler.register(signal.SIGUSR1)  # the launcher asks a rank that hangs where it is
     (folder,) = (Path(argument) for argument in (sys.argv[1:] if arguments is None else arguments))
     rank = int(os.environ["RANK"])
     heartbeat: Heartbeat | None = None

@@ -28,7 +28,7 @@ class HasUnits(Protocol):
     """A model that knows the units in which its weights move."""
 
     def units(self) -> Mapping[str, nn.Module]:
-        """"root" (the model itself) first, then the blocks in the order of forward."""
+        """ "root" (the model itself) first, then the blocks in the order of forward."""
         ...
 
 
@@ -143,7 +143,9 @@ def wrap_model(
     from .sharded_engine import ShardedEngine
 
     if not isinstance(model, HasUnits):
-        raise ValueError(f"{type(model).__name__} has no units(): name the modules whose weights move together")
+        raise ValueError(
+            f"{type(model).__name__} has no units(): name the modules whose weights move together"
+        )
     units = dict(model.units())
     thread: CommThread | None = None
     if overlap and backend_of(device) is Backend.gloo:
@@ -185,6 +187,3 @@ def check_overlap(
             f"comm.overlap=true with batch.accumulation={micro_batches}: {policy.name!r} reduces every micro-batch, "
             "and FSDP2 adds up gradients whose reduction has not ended; use accumulation 1, or comm.overlap=false"
         )
-
-
-

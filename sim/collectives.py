@@ -1,8 +1,8 @@
-"""Collectives step by step: every rank a process, every message a flow. The algorithms are gloo's, and the runtime's
-own where it builds on sends and receives.
+"""Collectives step by step: every rank a process, every message a flow. The algorithms are gloo's, and the
+runtime's own where it builds on sends and receives.
 
-Sources: pytorch/gloo (allgather_ring, allreduce ring, broadcast, reduce); checked against real gloo on a shaped
-network, where a fluid model of these steps is within 6%.
+Sources: pytorch/gloo (allgather_ring, allreduce ring, broadcast, reduce); checked against real gloo on a
+shaped network, where a fluid model of these steps is within 6%.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +24,8 @@ class Collectives(Protocol):
     """How a rank takes part in a collective."""
 
     def run(self, rank: int, transfer: Transfer, tag: Tag) -> Steps: ...
+
+    def missing(self) -> list[tuple[int, int]]: ...
 
 
 @dataclass(slots=True)
@@ -130,7 +132,7 @@ class PerStep:
             yield from settle(k)
 
     def _reduce_scatter(self, at: "_Place", transfer: Transfer) -> Steps:
-        """The runtime's ring on sends and receives: a receive is posted first, then the addition, then a send."""
+        """The runtime's ring on sends and receives: each receive is posted before the send beside it."""
         to, source, rounds = at.neighbour(1), at.neighbour(-1), len(at.group) - 1
         before, after = transfer.hop
         if self._nccl and not before:
@@ -166,8 +168,7 @@ class PerStep:
         if at.rank != root:
             yield at.send(root, -1, chunk_bytes)
             return
-        for event in [at.receive(peer, -1, chunk_bytes) for peer in at.group if peer != root]:
-            yield event
+        yield from [at.receive(peer, -1, chunk_bytes) for peer in at.group if peer != root]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +195,7 @@ def _all_to_all(at: _Place, message_bytes: int) -> Steps:
     peers = [peer for peer in at.group if peer != at.rank]
     events = [at.receive(peer, 0, message_bytes) for peer in peers]
     events += [at.send(peer, 0, message_bytes) for peer in peers]
-    for event in events:
-        yield event
+    yield from events
 
 
 def _broadcast(at: _Place, transfer: Transfer) -> Steps:
@@ -207,8 +207,7 @@ def _broadcast(at: _Place, transfer: Transfer) -> Steps:
         parent = at.group[(place - (1 << (place.bit_length() - 1)) + offset) % size]
         yield at.receive(parent, 0, transfer.message_bytes)
     children = binomial_children(at.group, root, at.rank)
-    for event in [at.send(child, 0, transfer.message_bytes) for child in children]:
-        yield event
+    yield from [at.send(child, 0, transfer.message_bytes) for child in children]
 
 
 def reduce_chunks(transfer: Transfer) -> tuple[int, int, Work]:

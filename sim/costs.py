@@ -11,21 +11,25 @@ from ..policies.comm import CommPolicy
 from ..policies.comm.memory import state_bytes
 from .interpreter import Work
 
-# Reads and writes of one [tokens, hidden] tensor in a block's forward, apart from matmuls: layer norms 2, attention's
-# layout 6, residuals 3.5, GELU 8 (on 4 hidden); and of one [heads, sequence, tokens] tensor: softmax with mask 6.
+# Reads and writes of one [tokens, hidden] tensor in a block's forward, apart from matmuls: layer norms 2,
+# attention's layout 6, residuals 3.5, GELU 8 (on 4 hidden); and of one [heads, sequence, tokens] tensor:
+# softmax with mask 6.
 ELEMENTWISE_PASSES = 19.5
 SOFTMAX_PASSES = 6.0
 
-# Kernels of a block's forward that are no matmul: two norms, softmax, mask, activation, two residuals, a transpose
+# Kernels of a block's forward that are no matmul: two norms, softmax, mask, activation, two residuals, a
+# transpose
 OTHER_KERNELS = 8
 
 # Root matmuls that come before the blocks; all others follow them
 BEFORE_BLOCKS = ("patch", "embedding_in")
 
-# Bytes that AdamW moves a parameter: reads gradient, weight and two moments, writes weight and moments, all fp32
+# Bytes that AdamW moves a parameter: reads gradient, weight and two moments, writes weight and moments, all
+# fp32
 ADAMW_PASS_BYTES = 28
 SGD_PASS_BYTES = 12
 MOMENTUM_PASS_BYTES = 8
+EMBED = "embed"
 CLIP_PASS_BYTES = 12  # the norm reads the gradient, scaling reads and writes it
 
 
@@ -55,10 +59,11 @@ class Tally:
 class Costs:
     """Durations on one cluster.
 
-    compute: `host.compute_ns` by its key, or the key of the unit's kind ("forward/block"); else
+    compute: `host.compute_ns` by its key, or the key of the unit's kind ("forward/block"), but never less than
+    what is slept; else
     `emulated_flops_per_s`; else the roofline. The time of the root goes to its head, if it is given in one.
-    Codecs: `host.codec_ns` + `host.codec_ns_per_element`, 2 bits as 4 and 6 as 8 where they were not measured;
-    else their bytes over `device.memory_Bps`.
+    Codecs: `host.codec_ns` + `host.codec_ns_per_element`, 2 bits as 4 and 6 as 8 where they were not
+    measured; else their bytes over `device.memory_Bps`.
 
     Raises:
         ValueError: If the probe gives compute of some units and not of others.
@@ -80,9 +85,13 @@ class Costs:
             known = self._known[work] = max(0, round(self._find(work)))
         return known
 
-    def sleeps(self, work: Work) -> bool:
-        """Whether `work` leaves the core free: computation that is slept out to a rate."""
-        return work.kind == "compute" and self.cluster.emulated_flops_per_s is not None
+    def slept_ns(self, work: Work) -> int:
+        """The part of `ns` that leaves the core free: computation that is slept out to a rate."""
+        rate = self.cluster.emulated_flops_per_s
+        if rate is None or work.kind != "compute":
+            return 0
+        phase, _, unit = work.key.partition("/")
+        return round(self._tallies[f"{phase}/{unit.partition('.')[0]}"].flop / rate * 1e9)
 
     def op_ns(self, op: str, axis: str) -> int:
         return self.cluster.host.op_ns.get(f"{op}/{axis}", 0)
@@ -103,11 +112,9 @@ class Costs:
             return self._step_ns()
         host = self.cluster.host
         if work.kind == "traffic":
-            per_byte = host.codec_ns_per_element.get(work.key)
-            fixed = host.codec_ns.get(work.key, 0)
-            if per_byte is not None:
-                return fixed + per_byte * work.amount
-            return fixed + self._memory_ns(work.amount) if work.amount else 0.0
+            # a probe times the sum that follows a decoding with it, as one kernel does both
+            fused = work.key == "reduce" and host.codec_ns_per_element
+            return 0.0 if fused else self._memory_ns(work.amount)
         if not work.amount:
             return 0.0
         for bits in (work.bits, {2: 4, 6: 8}.get(work.bits, work.bits)):
@@ -124,16 +131,17 @@ class Costs:
         probed = self.cluster.host.compute_ns
         phase, _, unit = key.partition("/")
         kind = unit.partition(".")[0]
-        rate = self.cluster.emulated_flops_per_s
-        if rate is not None:
-            return self._tallies[f"{phase}/{kind}"].flop / rate * 1e9
+        slept = self.slept_ns(Work("compute", key))
         if not probed:
-            return self._roofline_ns(self._tallies[f"{phase}/{kind}"])
+            emulated = self.cluster.emulated_flops_per_s is not None
+            return slept if emulated else self._roofline_ns(self._tallies[f"{phase}/{kind}"])
         for name in (key, f"{phase}/{kind}"):
             if name in probed:
-                return probed[name]
-        # a probe may give the root as one
-        return probed.get(f"{phase}/root", 0) if kind == "head" else 0
+                return max(slept, probed[name])
+        if kind != "head":
+            return slept
+        # the probe gives the root as one: what its embedding does not sleep is the head's
+        return max(slept, probed.get(f"{phase}/root", 0) - self.slept_ns(Work("compute", f"{phase}/{EMBED}")))
 
     def _roofline_ns(self, tally: Tally) -> float:
         device = self.cluster.device
@@ -198,7 +206,7 @@ class Costs:
 
     def _check_probe(self) -> None:
         probed = self.cluster.host.compute_ns
-        if not probed or self.cluster.emulated_flops_per_s is not None:
+        if not probed:
             return
         for phase in ("forward", "backward"):
             named = [f"{phase}/block.{i}" for i in range(self._spec.layers)]
@@ -237,5 +245,6 @@ def with_value(cluster: ClusterConf, key: str, value: Any) -> ClusterConf:
     target = getattr(cluster, part, None) if part else cluster
     if target is None or not hasattr(target, name):
         raise ValueError(f"cluster.guesses has {key!r}, which is no key of a cluster")
-    changed = replace(target, **{name: value})
-    return replace(cluster, **{part: changed}) if part else changed
+    changed: Any = replace(target, **{name: value})
+    parts: dict[str, Any] = {part: changed}
+    return replace(cluster, **parts) if part else changed

@@ -1,7 +1,7 @@
-"""The order in which FSDP2 asks for weights and hands over gradients; what follows is told by how a backend overlaps.
+"""The order in which FSDP2 asks for weights and hands over gradients.
 
-`Engine` holds the order, which both targets share (docs/architecture.md); `rules` says what each backend overlaps.
-Neither asks which policy it runs: they follow its plans.
+`Engine` holds the order, which both targets share (docs/architecture.md); `rules` says what each backend
+overlaps. Neither asks which policy it runs: they follow its plans.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ ROOT, EMBED, HEAD = "root", "embed", "head"
 
 @dataclass(slots=True)
 class Decisions:
-    """Asks a policy, once for each distinct event (a policy is a pure function of events), and keeps the log."""
+    """Asks a policy, once for each distinct event (it is a pure function of them), and keeps the log."""
 
     policy: CommPolicy
     _known: dict[CommEvent, tuple[Plan | None, str, str]] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Engine:
         if self._clip:
             self._scalar(rules, "step")
         root_only = self._policy.placement is Placement.server
-        rules.local("step", "", "optimizer", Work("step"), only_root=root_only)
+        rules.local("step", "", "step", Work("step"), only_root=root_only)
         rules.drain()
         weights.copies.clear()
         self._publish(rules)
@@ -166,9 +166,12 @@ class Engine:
         if not self._sharded or unit.name in weights.gathered:
             return None
         plan = self._decisions.decide(WeightsNeeded(unit.name, asked, unit.name in weights.copies))
-        weights.gathered[unit.name] = None
         if plan is None:
-            return None
+            raise ValueError(
+                f"policy {self._policy.name!r} gathers nothing for {unit.name} in {phase}: a sharded unit cannot "
+                "do without"
+            )
+        weights.gathered[unit.name] = None
         interpreted = self._interpret(plan, Goal.gather, unit)
         if interpreted.loads_copy and asked is Phase.backward and not self._policy.copy_outlives_micro_batch:
             weights.copies.pop(unit.name, None)

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import simpy
-
 from .collectives import Collectives
 from .machine import Machine, Steps
 from .program import MAIN, Item, Program
@@ -84,10 +82,10 @@ class Executor:
     def run(self, segments: Sequence[Segment]) -> dict[int, list[Timing]]:
         """Timings of each rank, one for each segment.
 
-        A run whose segments are all alike stops as soon as it repeats itself: when every start and end of every
-        flow and item between two starts of the first rank equals, to the nanosecond, those of the stretch before.
-        What is in flight at the border is then the same too, for it began within the stretch, so all that follows
-        is a shift in time.
+        A run whose segments are all alike stops as soon as it repeats itself: when every start and end of
+        every flow and item between two starts of the first rank equals, to the nanosecond, those of the
+        stretch before. What is in flight at the border is then the same too, for it began within the stretch,
+        so all that follows is a shift in time.
 
         Raises:
             RuntimeError: If ranks wait for each other for ever; it names the collective and the ranks.
@@ -133,8 +131,7 @@ class Executor:
                 if name != MAIN
             ]
             yield from self._work(rank, MAIN, workers[MAIN], segment, number, progress)
-            for process in others:
-                yield process
+            yield from others
             timing.end_ns = self._env.now
             state.timings.append(timing)
         state.finished = True

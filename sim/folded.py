@@ -1,8 +1,8 @@
 """Collectives of ranks that behave alike: one process stands for all, and a collective is one or two flows.
 
-The volumes are the algorithm's, the links are this rank's own and its node's NIC, which the flow loads as often as
-the node's ranks do together; so concurrent collectives share a NIC as they would step by step. The cost does not
-grow with the number of ranks.
+The volumes are the algorithm's, the links are this rank's own and its node's NIC, which the flow loads as
+often as the node's ranks do together; so concurrent collectives share a NIC as they would step by step. The
+cost does not grow with the number of ranks.
 """
 
 import math
@@ -73,8 +73,8 @@ def reach(mesh: Mesh, axis: str) -> Reach:
 class Folded:
     """Each collective as stages, worked out once.
 
-    NCCL: rings with one latency a hop, all-reduce by ring or tree, whichever ends first alone (as NCCL's tuner
-    does); broadcast and reduce are pipelined rings; all-to-all sends to all peers at once. gloo: as in
+    NCCL: rings with one latency a hop, all-reduce by ring or tree, whichever ends first alone (as NCCL's
+    tuner does); broadcast and reduce are pipelined rings; all-to-all sends to all peers at once. gloo: as in
     `collectives`, for ranks that arrive together.
     """
 
@@ -109,8 +109,7 @@ class Folded:
                 continue
             if stage.latency_ns:
                 yield machine.env.timeout(stage.latency_ns)
-            for event in [machine.network.flow(amount, route) for amount, route in stage.flows]:
-                yield event
+            yield from [machine.network.flow(amount, route) for amount, route in stage.flows]
 
     def missing(self) -> list[tuple[int, int]]:
         return []

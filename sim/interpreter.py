@@ -1,7 +1,7 @@
 """What a plan comes to for one unit of a model: local work and collectives, with their sizes.
 
-This is the simulator's interpreter of the plan vocabulary: shapes only. It follows the value along the steps and
-refuses a plan that does not end with what was asked for.
+This is the simulator's interpreter of the plan vocabulary: shapes only. It follows the value along the steps
+and refuses a plan that does not end with what was asked for.
 """
 
 from collections.abc import Sequence
@@ -34,9 +34,10 @@ from ..policies.wire import encoded_bytes
 class Work(NamedTuple):
     """Something that takes time on one rank and moves nothing. `costs.Costs` says how long.
 
-    kind `encode` or `decode`: `amount` elements of `bits`. `traffic`: `amount` bytes read and written.
-    `compute`: a key such as "forward/block.0". `step`: the optimizer's. `key` names a `traffic` that a probe may
-    have measured.
+    kind `encode` or `decode`: `amount` elements of `bits`. `traffic`: `amount` bytes read and written; its `key`
+    says for what.
+    `compute`: a key such as "forward/block.0". `step`: the optimizer's. `key` names a `traffic` that a probe
+    may have measured.
     """
 
     kind: str
@@ -65,9 +66,9 @@ class LocalWork:
 class Transfer:
     """One executed collective of more than one rank.
 
-    `message_bytes`: all_gather: one rank's part; reduce_scatter and all_to_all: the part for one peer; else the
-    whole tensor. `numel` and `element_bytes` describe the whole input of an all_reduce or reduce. `hop` is the work
-    between two hops of a ring that reduces: before the first send, and after each receipt.
+    `message_bytes`: all_gather: one rank's part; reduce_scatter and all_to_all: the part for one peer; else
+    the whole tensor. `numel` and `element_bytes` describe the whole input of an all_reduce or reduce. `hop`
+    is the work between two hops of a ring that reduces: before the first send, and after each receipt.
     """
 
     op: str
@@ -174,8 +175,8 @@ class _Walk:
         slices = self.mesh.num_ranks if self.goal is Goal.gather else 1
         if value != _Value(slices):
             raise ValueError(
-                f"plan '{self.plan.describe()}' ends with {_describe(value)}; a {self.goal.value} must end with "
-                f"{_describe(_Value(slices))}"
+                f"plan '{self.plan.describe()}' ends with {_describe(value)}; a {self.goal.value} must end "
+                f"with {_describe(_Value(slices))}"
             )
 
     def _step(self, step: Step, value: _Value) -> tuple[_Value, list[LocalWork | Transfer]]:
@@ -185,7 +186,7 @@ class _Walk:
                 self._need(value.encoding is None, step, "quantized data")
                 own = elements // axis_size(self.mesh, step.exact_own) if step.exact_own is not None else 0
                 work = Work("encode", "", step.bits, elements - own)
-                return replace(value, encoding=step), [LocalWork("quantize", work)]
+                return replace(value, encoding=step), [LocalWork(f"encode{step.bits}", work)]
             case Dequantize():
                 encoding = value.encoding
                 if encoding is None:
@@ -193,7 +194,7 @@ class _Walk:
                 exact = encoding.exact_own
                 own = elements // axis_size(self.mesh, exact) if exact is not None else 0
                 work = Work("decode", "", encoding.bits, elements - own)
-                return replace(value, encoding=None), [LocalWork("dequantize", work)]
+                return replace(value, encoding=None), [LocalWork(f"decode{encoding.bits}", work)]
             case Reduce():
                 self._need(value.encoding is None, step, "quantized data")
                 moved = (value.parts + 1) * value.slices * self.numel * self.element_bytes
@@ -217,6 +218,12 @@ class _Walk:
     def _collective(self, step: Collective, value: _Value) -> tuple[_Value, list[LocalWork | Transfer]]:
         size = axis_size(self.mesh, step.axis)
         self._need(value.parts == 1, step, "parts that no Reduce has added up")
+        exact = value.encoding.exact_own if value.encoding is not None else None
+        if exact is not None and not (isinstance(step, AllToAll) and step.axis == exact):
+            raise ValueError(
+                f"plan '{self.plan.describe()}': Quantize(exact_own={exact!r}) must be followed by "
+                f"AllToAll(axis={exact!r})"
+            )
         payload = value.slices * self.numel * self.element_bytes
         whole = value.slices * self._slice_bytes(value.encoding)
         made: Transfer | None = None
@@ -269,8 +276,8 @@ class _Walk:
     def _share(self, step: Collective, value: _Value, size: int) -> int:
         if value.slices % size:
             raise ValueError(
-                f"plan '{self.plan.describe()}': {type(step).__name__} over {size} ranks of {step.axis!r} cannot "
-                f"share out {value.slices} slices evenly"
+                f"plan '{self.plan.describe()}': {type(step).__name__} over {size} ranks of {step.axis!r} "
+                f"cannot share out {value.slices} slices evenly"
             )
         return value.slices // size
 

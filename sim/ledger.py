@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..analysis.record import LedgerRow
 from ..policies import wire
 from ..policies.mesh import HPZ, NODE, WORLD, Mesh
 from .executor import Segment
 from .interpreter import Transfer, axis_size
+
+Vector = NDArray[np.int64]  # [num_ranks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +30,19 @@ class RankClass:
 def rank_classes(mesh: Mesh, transfers: Sequence[Transfer]) -> tuple[RankClass, ...]:
     """The ranks, sorted by what they send in `transfers`; the class of rank 0 first."""
     shapes = dict.fromkeys((t.op, t.axis, t.root) for t in transfers)
-    ranks = np.arange(mesh.num_ranks)
-    key = np.zeros(mesh.num_ranks, dtype=np.int64)
+    ranks: Vector = np.arange(mesh.num_ranks)
+    key: Vector = np.zeros_like(ranks)
     for op, axis, root in shapes:
         for figure in _signature(mesh, ranks, op, axis, root):
-            _, key = np.unique(key * (int(figure.max()) + 1) + figure, return_inverse=True)
-    classes = []
-    for value in dict.fromkeys(key.tolist()):
-        members = ranks[key == value]
-        classes.append(RankClass(int(members[0]), len(members), _runs(members, mesh.ranks_per_node)))
-    return tuple(classes)
+            key = key * (int(figure.max()) + 1) + figure
+            if int(key.max()) > mesh.num_ranks:  # keep it small: only equality counts
+                key = np.unique(key, return_inverse=True)[1]
+    members = [ranks[key == value] for value in np.flatnonzero(np.bincount(key))]
+    members.sort(key=lambda m: int(m[0]))
+    return tuple(RankClass(int(m[0]), len(m), _runs(m, mesh.ranks_per_node)) for m in members)
 
 
-def _signature(mesh: Mesh, ranks: "np.ndarray", op: str, axis: str, root: int) -> "list[np.ndarray]":
+def _signature(mesh: Mesh, ranks: Vector, op: str, axis: str, root: int) -> list[Vector]:
     """Per rank, numbers that fix what it sends in one kind of collective."""
     local = mesh.ranks_per_node
     size = axis_size(mesh, axis)
@@ -48,8 +51,10 @@ def _signature(mesh: Mesh, ranks: "np.ndarray", op: str, axis: str, root: int) -
     first = ranks - place * step
     node = ranks // local
 
-    def outside(shift: "np.ndarray | int") -> "np.ndarray":
-        return ((first + (place + shift) % size * step) // local != node).astype(np.int64)
+    def outside(shift: Vector | int) -> Vector:
+        there: Vector = (first + (place + shift) % size * step) // local
+        leaves: Vector = np.not_equal(there, node).astype(np.int64)
+        return leaves
 
     if op in ("all_gather", "reduce_scatter"):
         return [outside(1)]
@@ -73,16 +78,14 @@ def _signature(mesh: Mesh, ranks: "np.ndarray", op: str, axis: str, root: int) -
     return [children, leaving]
 
 
-def _runs(members: "np.ndarray", period: int) -> tuple[tuple[int, int, int], ...]:
+def _runs(members: Vector, period: int) -> tuple[tuple[int, int, int], ...]:
     """Arithmetic runs: ranks of one local index on consecutive nodes are one."""
-    runs: list[list[int]] = []
-    for index in dict.fromkeys((members % period).tolist()):
-        for rank in members[members % period == index].tolist():
-            if runs and rank == runs[-1][1] and runs[-1][0] % period == index:
-                runs[-1][1] = rank + period
-            else:
-                runs.append([rank, rank + period, period])
-    return tuple((start, stop, step) for start, stop, step in runs)
+    runs = []
+    for index in np.flatnonzero(np.bincount(members % period)):
+        column = members[members % period == index]
+        for run in np.split(column, np.flatnonzero(np.diff(column) != period) + 1):
+            runs.append((int(run[0]), int(run[-1]) + period, period))
+    return tuple(runs)
 
 
 class Ledger:
@@ -91,7 +94,6 @@ class Ledger:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._sent: dict[tuple[int, int], wire.Sent] = {}
-        self._groups: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def rows(self, segments: Sequence[Segment], classes: Sequence[RankClass]) -> list[LedgerRow]:
         """Rows of all segments, in the order of issue, class by class."""
@@ -110,7 +112,7 @@ class Ledger:
                             continue
                         sent = self.sent(rank, t)
                         row = (item.phase, item.unit, t.op, t.axis, t.group_size, t.payload_bytes)
-                        template.append((item.stream, *row, sent.wire_bytes, sent.inter_node_bytes))  # type: ignore[arg-type]
+                        template.append((item.stream, *row, sent.wire_bytes, sent.inter_node_bytes))
                 iteration = segment.iteration
                 rows += [LedgerRow(rank, row[0], iteration, *row[1:], count) for row in template]
         return rows
@@ -124,10 +126,8 @@ class Ledger:
         return known
 
     def _find(self, rank: int, t: Transfer) -> wire.Sent:
-        group = self._groups.get((t.axis, rank))
-        if group is None:
-            group = self._groups[t.axis, rank] = self._mesh.group(t.axis, rank)
         mesh = self._mesh
+        group = range(mesh.num_ranks) if t.axis == WORLD else mesh.group(t.axis, rank)
         match t.op:
             case "all_gather":
                 return wire.all_gather(mesh, rank, group, t.message_bytes)

@@ -44,16 +44,18 @@ class Machine:
             ns = self.costs.ns(work)
             if not ns:
                 continue
-            if not self._cores or self.costs.sleeps(work):
-                yield self.env.timeout(ns)
-            else:
-                yield self.network.flow(ns * self.core_share, self._core_route(rank), limit=1.0)
+            slept_ns = self.costs.slept_ns(work) if self._cores else ns
+            if slept_ns:
+                yield self.env.timeout(slept_ns)
+            if ns > slept_ns:
+                amount = (ns - slept_ns) * self.core_share
+                yield self.network.flow(amount, self._core_route(rank), limit=1.0)
 
     def send(self, source: int, target: int, nbytes: float) -> Any:
         """Move a message that both ends are ready for; the event fires when it has arrived.
 
-        A message that stays in its node is a copy by a core: where cores are shared it takes its share of them,
-        and never runs faster than the connection.
+        A message that stays in its node is a copy by a core: where cores are shared it takes its share of
+        them, and never runs faster than the connection.
         """
         known = self._routes.get((source, target))
         if known is None:
@@ -61,7 +63,8 @@ class Machine:
             copied = path.node and bool(self._cores)
             route: Route = tuple((link, 1.0) for link in path.links)
             if copied:
-                # in core-ns: the connection's capacity is the share of a core with which the probe measured it
+                # in core-ns: the connection's capacity is the share of a core with which the probe measured
+                # it
                 connection = Link(f"copy.{source}>{target}", self.core_share)
                 route = ((connection, 1.0), *self._core_route(source))
             known = self._routes[source, target] = (path, route, copied)

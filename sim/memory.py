@@ -19,9 +19,9 @@ def optimizer_bytes(experiment: ExperimentConf) -> int:
 def activation_bytes(spec: ModelSpec, experiment: ExperimentConf) -> int:
     """What a micro-batch keeps for its backward (Korthikanti et al. 2022, section 4, without parallelism).
 
-    A block: s b (18 h + 4 ffn) + 5 a s^2 b bytes in 16 bits, which is s b h (34 + 5 a s / h) for ffn = 4h; a gated
-    MLP keeps half as much again of its width. recompute=full keeps each block's input, and one block whole. The
-    head keeps its input, logits, and their fp32 copy for the loss.
+    A block: s b (18 h + 4 ffn) + 5 a s^2 b bytes in 16 bits, which is s b h (34 + 5 a s / h) for ffn = 4h; a
+    gated MLP keeps half as much again of its width. recompute=full keeps each block's input, and one block
+    whole. The head keeps its input, logits, and their fp32 copy for the loss.
     """
     batch, element = experiment.batch, experiment.precision.element_bytes
     sequence = batch.sequence or spec.sequence
@@ -38,8 +38,8 @@ def activation_bytes(spec: ModelSpec, experiment: ExperimentConf) -> int:
 def buffer_bytes(experiment: ExperimentConf, policy: CommPolicy, unit_bytes: Sequence[int]) -> int:
     """The largest gathered units in flight, and the gradients that wait for their reduction.
 
-    The root stays gathered through a whole pass; beside it a block computes and another is gathered (NCCL: its
-    output and the copy-out before it). Gradients: one unit's, on NCCL two.
+    The root stays gathered through a whole pass; beside it a block computes and another is gathered (NCCL:
+    its output and the copy-out before it). Gradients: one unit's, on NCCL two.
     """
     if policy.placement is not Placement.sharded:
         return 0

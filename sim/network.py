@@ -1,7 +1,7 @@
 """Concurrent flows share links by max-min fairness, re-evaluated only when one of them starts or ends.
 
-A flow may load a link several times (`weight`): a folded flow stands for many equal ones. The cores of a host are
-a link too: a computation is a flow of core-nanoseconds that takes at most one core.
+A flow may load a link several times (`weight`): a folded flow stands for many equal ones. The cores of a host
+are a link too: a computation is a flow of core-nanoseconds that takes at most one core.
 """
 
 import heapq

@@ -17,7 +17,8 @@ class Blocking:
     """FSDP2 on gloo: everything is done by the one thread of a rank, in the order of issue.
 
     Args:
-        copies: Bytes of a unit's gathered tensor that FSDP copies out after a gather, and in before a reduction;
+        copies: Bytes of a unit's gathered tensor that FSDP copies out after a gather, and in before a
+        reduction;
             empty where its copies are part of the computation's own time, or nothing is sharded.
     """
 
@@ -39,8 +40,7 @@ class Blocking:
             self._copy("copy_out", phase, unit)
 
     def compute(self, phase: str, unit: str, key: str) -> None:
-        name = f"{phase} {unit}" if unit != "root" else f"{phase} {key.partition('/')[2]}"
-        self.local(phase, unit, name, Work("compute", key))
+        self.local(phase, unit, f"{phase}/{unit}", Work("compute", key))
 
     def free(self, unit: str) -> None:
         """The unit's gathered weights are dropped once the computation so far is done."""
@@ -97,11 +97,12 @@ class CommThread(Blocking):
 class Streams(Blocking):
     """FSDP2 on NCCL: each stream runs by itself, and the CPU is far ahead of all.
 
-    What holds a gather back are the waits that FSDP2 puts on its streams (torch 2.13, `_fsdp_param_group.py` and
-    `_fsdp_state.py`): in forward for the copy-out of the unit before the last used, so that two gathered outputs
-    live at a time; in backward for the copy-out of the unit just used; after a forward for the end of the unit's
-    own computation; and at a forward's begin for all before it. The compute stream waits for the reduction before
-    the last. Replicated placements know no such wait: their reductions only follow each other.
+    What holds a gather back are the waits that FSDP2 puts on its streams (torch 2.13, `_fsdp_param_group.py`
+    and `_fsdp_state.py`): in forward for the copy-out of the unit before the last used, so that two gathered
+    outputs live at a time; in backward for the copy-out of the unit just used; after a forward for the end of
+    the unit's own computation; and at a forward's begin for all before it. The compute stream waits for the
+    reduction before the last. Replicated placements know no such wait: their reductions only follow each
+    other.
 
     Args:
         sharded: Whether FSDP2's waits hold.

@@ -117,8 +117,8 @@ class _Run:
     def simulate(self, cluster: ClusterConf) -> _Simulated:
         """All segments on `cluster`.
 
-        Folded, nothing is in flight between two segments and all streams are empty, so a segment takes the same
-        time whenever it comes: each distinct program is simulated once and its timing shifted.
+        Folded, nothing is in flight between two segments and all streams are empty, so a segment takes the
+        same time whenever it comes: each distinct program is simulated once and its timing shifted.
         """
         experiment = replace(self.experiment, cluster=cluster)
         costs = Costs(experiment, self.spec, self.policy)
@@ -271,7 +271,7 @@ def _rates(run: _Run, costs: Costs, mean_s: float | None) -> dict[str, Any]:
 
 
 def _phases(run: _Run, nominal: _Simulated, classes: Sequence[RankClass]) -> dict[str, Any]:
-    """Of a training step that is neither warm-up nor without items: the last such one that was simulated whole."""
+    """Of the last training step whose items were kept."""
     steps = [i for i, s in enumerate(run.segments) if not s.validation]
     whole = [i for i in steps if all(timings[i].starts_ns for timings in nominal.timings.values())]
     at = whole[-1]

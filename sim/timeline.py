@@ -7,6 +7,7 @@ from ..analysis.record import Span
 from .costs import Costs
 from .executor import Segment, Timing
 from .program import COMPUTE, QUANTIZE
+from .rules import COMM_THREAD
 
 Interval = tuple[int, int]
 
@@ -15,9 +16,10 @@ Interval = tuple[int, int]
 class Phases:
     """Nanoseconds of one rank in one training step.
 
-    `compute` and `quantize` (codecs, sums and copies that plans ask for): time in which they ran. `comm_total`: in
-    which a collective was under way, waiting for other ranks included. `comm_exposed`: the part of it in which
-    neither of the two ran. `idle`: in which nothing ran.
+    `compute`: in which it computed. `quantize`: in which only codecs, sums and copies ran that plans ask for.
+    `comm_exposed`: in which only collectives did, waiting for other ranks included; all that a communication
+    thread does counts as that. `idle`: in which nothing ran. These four add up. `comm_total`: in which a
+    collective was under way, hidden or not.
     """
 
     compute: int
@@ -35,17 +37,25 @@ def phases(segment: Segment, timing: Timing, *, until_ns: int) -> Phases:
     compute: list[Interval] = []
     quantize: list[Interval] = []
     comm: list[Interval] = []
+    beside: list[Interval] = []  # codecs on a communication thread
     for item in segment.program.items:
         start, end = timing.starts_ns[item.index], timing.ends_ns[item.index]
-        if end > start:
-            (comm if item.transfer else compute if item.stream == COMPUTE else quantize).append((start, end))
+        if end == start:
+            continue
+        if item.transfer is not None:
+            comm.append((start, end))
+        elif item.stream == COMPUTE:
+            compute.append((start, end))
+        else:
+            (beside if item.worker == COMM_THREAD else quantize).append((start, end))
+    computing = _union_ns(compute)
     busy = _union_ns(compute + quantize)
-    everything = _union_ns(compute + quantize + comm)
+    everything = _union_ns(compute + quantize + comm + beside)
     return Phases(
-        compute=_union_ns(compute),
+        compute=computing,
         comm_exposed=everything - busy,
         comm_total=_union_ns(comm),
-        quantize=_union_ns(quantize),
+        quantize=busy - computing,
         idle=until_ns - timing.start_ns - everything,
     )
 

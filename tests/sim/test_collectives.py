@@ -109,7 +109,7 @@ def test_ring_all_reduce_is_twice_that(run):
 
 @pytest.mark.parametrize(("nodes", "ranks", "times"), [(4, 2, 6), (2, 2, 2), (2, 1, 1), (4, 1, 3), (2, 4, 4)])
 def test_broadcast_stores_and_forwards(run, nodes, ranks, times):
-    """4x2: four flows share node 0's NIC, then two another's: 6 S / B, half as much again as the bytes say."""
+    """4x2: four flows share node 0's NIC, then two another's: 6 S / B, where the bytes say 4."""
     mesh = Mesh(nodes * ranks, ranks)
     took = run(cluster_of(nodes, ranks), transfer_of("broadcast", mesh, 4 * MIB))
     assert took == pytest.approx(seconds_at_nic(times * 4 * MIB), rel=1e-3)

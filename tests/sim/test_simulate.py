@@ -42,7 +42,7 @@ def node_units(record, spec, *, ranks, steps):
 
 
 def expected_units(comm, *, ranks, nodes):
-    """gather and ring reduce (P - 1) / P each, qwZ half of each gather, hpZ none in backward, qgZ a quarter."""
+    """Gathers and ring reduce (P - 1) / P each; qwZ halves a gather, hpZ spares one, qgZ quarters."""
     ring, across = (ranks - 1) / ranks, (nodes - 1) / nodes
     gather = ring * (0.5 * SCALE8 if "qwz" in comm or comm == "zeropp" else 1)
     backward = 0 if "hpz" in comm or comm == "zeropp" else gather
@@ -107,7 +107,7 @@ def clipping_bytes(record, nodes):
     ],
 )
 def test_micro_batches(make_experiment, round_spec, comm, keys, volume, k):
-    """Volumes of `ZeroComm`, which are those of many nodes: on 2x2 a ring has 3/4 of one, an all-to-all 1/2."""
+    """`ZeroComm`'s volumes are those of many nodes: on 2x2 a ring has 3/4 of one, an all-to-all 1/2."""
     experiment = make_experiment(comm, accumulation=k, comm_keys=keys, steps=1, warmup_steps=0)
     units = node_units(simulate(experiment, spec=round_spec), round_spec, ranks=2, steps=1)
     assert units == pytest.approx(volume(k) * 0.75, rel=1e-12)
@@ -184,7 +184,7 @@ def test_parameter_server_publishes_after_the_step(make_experiment, make_spec):
         *(("backward", "reduce", unit) for unit in ("block.1", "block.0", "root")),
         *(("step", "broadcast", unit) for unit in ("root", "block.0", "block.1")),
     ]
-    spans = [s for s in record.spans if s.name == "optimizer"]
+    spans = [s for s in record.spans if s.name == "step"]
     assert {s.rank for s in spans} == {0}
 
 
@@ -224,19 +224,19 @@ class OneHop8:
     reshard_after_forward: bool = True
     hpz_size: int = 1
     copy_outlives_micro_batch: bool = False
-    streams: tuple[str, str] = ("", "")
+    streams: tuple[str, str, str] = ("", "", "")
 
     def decide(self, event):
         if isinstance(event, WeightsNeeded):
             return Plan((AllGather(axis="world"),), "gather")
         if isinstance(event, GradientsReady):
-            work, wire = self.streams
+            before, wire, behind = self.streams
             return Plan(
                 (
-                    Quantize(bits=8, block=256, exact_own="world", chunks=2, stream=work),
+                    Quantize(bits=8, block=256, exact_own="world", chunks=2, stream=before),
                     AllToAll(axis="world", chunks=2, stream=wire),
-                    Dequantize(chunks=2, stream=work),
-                    Reduce(op=ReduceOp.mean, chunks=2, stream=work),
+                    Dequantize(chunks=2, stream=behind),
+                    Reduce(op=ReduceOp.mean, chunks=2, stream=behind),
                 ),
                 "reduce",
             )
@@ -251,8 +251,8 @@ def test_a_policy_of_ones_own_runs_on_every_engine(make_experiment, make_spec):
         assert record.result["status"] == "ok"
 
 
-def test_chunks_on_two_streams_overlap(make_experiment, make_spec):
-    """Two chunks whose codec and transfer lie on two streams take less than one after the other."""
+def test_chunks_on_several_streams_overlap(make_experiment, make_spec):
+    """Streams are first in, first out: on three, a chunk is encoded while the one before travels."""
     slow = DeviceConf(memory_Bps=1e9)
     changes = {"cluster_backend": Backend.nccl, "cluster_device": slow}
     inter = InterNodeConf(bandwidth_Bps=2e8)
@@ -263,7 +263,7 @@ def test_chunks_on_two_streams_overlap(make_experiment, make_spec):
             "iteration_s"
         ]
 
-    assert took(("codec", "wire"))["mean"] < 0.95 * took(("", ""))["mean"]
+    assert took(("encode", "wire", "decode"))["mean"] < 0.95 * took(("", "", ""))["mean"]
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ def test_blocking_time_is_the_sum_of_its_parts(make_experiment, make_spec):
     assert result["phases_s"]["compute"] == pytest.approx(compute / 1e3)
     for rank in result["ranks"]:
         parts = rank["compute"] + rank["comm_exposed"] + rank["quantize"] + rank["idle"]
-        assert parts == pytest.approx(result["iteration_s"]["mean"], rel=0.02)
+        assert parts == pytest.approx(result["iteration_s"]["mean"], abs=1e-9)
         assert rank["comm_exposed"] == rank["comm_total"]
 
 
@@ -322,7 +322,7 @@ def test_emulated_compute_sleeps_exactly(make_experiment, make_spec):
         make_experiment(nodes=1, ranks=1, cluster_emulated_flops_per_s=1e9, cluster_host=HostConf(cores=1)),
         spec=spec,
     )
-    forward = [s for s in record.spans if s.name == "forward block.0"][0]
+    forward = next(s for s in record.spans if s.name == "forward/block.0")
     tokens, h = 32, 64
     flop = 2 * tokens * 12 * h * h + 2 * 2 * tokens * tokens * h
     assert forward.end_ns - forward.start_ns == flop
@@ -341,7 +341,7 @@ def test_nccl_hides_gathers_behind_compute(make_experiment, make_spec):
     assert phases["comm_total"] > 0
     assert phases["comm_exposed"] < 0.35 * phases["comm_total"]
     spans = [s for s in record.spans if s.rank == 0]
-    backward = next(s for s in spans if s.name == "backward block.5")
+    backward = next(s for s in spans if s.name == "backward/block.5")
     prefetch = [s for s in spans if s.name == "all_gather block.4"][1]
     assert backward.start_ns <= prefetch.start_ns < backward.end_ns
 

@@ -1,0 +1,165 @@
+"""The command line: what a user types, what comes back, and what is left behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from twinbed.analysis.record import read_record
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def twinbed(
+    *overrides: str, cwd: Path, env: dict[str, str] | None = None, timeout: float = 100
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "run.py"), *overrides],
+        cwd=cwd,
+        env=os.environ | (env or {}),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def test_a_simulation_writes_the_agreed_files(tmp_path: Path) -> None:
+    done = twinbed("target=sim", "comm=zero3", f"hydra.run.dir={tmp_path}/out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    names = {p.name for p in (tmp_path / "out").iterdir()}
+    assert {
+        "result.json",
+        "ledger.csv",
+        "decisions.jsonl",
+        "timeline.json",
+        "timing.json",
+        ".hydra",
+    } <= names
+    result = read_record(tmp_path / "out").result
+    assert result["status"] == "ok"
+    assert result["iteration_s"]["n"] == 8
+
+
+def test_one_seed_gives_one_result_to_the_byte(tmp_path: Path) -> None:
+    texts = []
+    for name in ("a", "b"):
+        done = twinbed("target=sim", f"hydra.run.dir={tmp_path}/{name}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        texts.append((tmp_path / name / "result.json").read_bytes())
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("comm.zero_stge=3", "zero_stge"),
+        ("parallel.data=7", "parallel.data=7 must be -1 or the number of ranks, 4"),
+        ("comm.zero_hpz_partition_size=3", "zero_hpz_partition_size=3 must divide the world size 4"),
+        ("data.path=/no/such/text", "data.path='/no/such/text': no such file"),
+    ],
+)
+def test_bad_input_is_one_clear_error_and_nothing_starts(override: str, message: str, tmp_path: Path) -> None:
+    done = twinbed(override, f"hydra.run.dir={tmp_path}/out", cwd=tmp_path)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("out/rank*.log"))
+
+
+def test_a_truncated_model_config_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "gpt2", "n_layer": ')
+    done = twinbed(
+        "target=sim", "model=hf", f"model.config_json={path}", f"hydra.run.dir={tmp_path}/out", cwd=tmp_path
+    )
+    assert done.returncode != 0
+    assert str(path) in done.stderr
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["status"] == "failed"
+
+
+def test_a_multirun_of_twenty_points_gives_one_table(tmp_path: Path) -> None:
+    done = twinbed(
+        "-m",
+        "target=sim",
+        "comm=zero3,qwz,hpz,qgz,zeropp",
+        "cluster.inter_node.links=1,2,4,8",
+        f"hydra.sweep.dir={tmp_path}/sweep",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    records = sorted((tmp_path / "sweep").glob("*/result.json"))
+    assert len(records) == 20
+    report = subprocess.run(
+        [sys.executable, "-m", "twinbed.analysis.report", str(tmp_path / "sweep")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert report.returncode == 0, report.stderr
+    for policy in ("zero3", "qwz", "hpz", "qgz", "zeropp"):
+        assert report.stdout.count(policy) >= 4
+    assert (tmp_path / "sweep" / "report.html").is_file()
+
+
+def test_a_failed_point_does_not_stop_a_multirun(tmp_path: Path) -> None:
+    done = twinbed(
+        "-m",
+        "target=sim",
+        "comm=hpz",
+        "comm.zero_hpz_partition_size=3,2",
+        f"hydra.sweep.dir={tmp_path}/sweep",
+        cwd=tmp_path,
+    )
+    assert done.returncode != 0
+    status = [json.loads((tmp_path / "sweep" / str(i) / "result.json").read_text())["status"] for i in (0, 1)]
+    assert status == ["failed", "ok"]
+
+
+def test_our_kernels_do_not_shadow_an_installed_package(tmp_path: Path) -> None:
+    """Hugging Face's `kernels` must stay importable beside our folder of that name, also in ranks."""
+    package = tmp_path / "site" / "kernels"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("WHOSE = 'installed'\n")
+    policy = tmp_path / "policy.py"
+    policy.write_text(
+        "import kernels, sys\n"
+        "from twinbed.policies.comm import ZeroComm\n"
+        "assert kernels.WHOSE == 'installed', kernels.__file__\n"
+        "import twinbed.kernels\n"
+        "def Mine(*, num_ranks, ranks_per_node):\n"
+        "    return ZeroComm(name='mine', ranks_per_node=ranks_per_node)\n"
+    )
+    done = twinbed(
+        "target=sim",
+        f"comm.policy={policy}:Mine",
+        f"hydra.run.dir={tmp_path}/out",
+        cwd=ROOT,  # the very folder that holds our kernels/
+        env={"PYTHONPATH": str(tmp_path / "site")},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
+@pytest.mark.netns
+@pytest.mark.parametrize("kind", ["full", "read-only"])
+def test_an_output_folder_that_cannot_be_written(kind: str, tmp_path: Path) -> None:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    options = "size=16k" if kind == "full" else "size=1m,ro"
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(mount)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mount is not permitted")
+    try:
+        done = twinbed("target=sim", f"hydra.run.dir={mount}/out", cwd=tmp_path)
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+    assert done.returncode != 0
+    reason = "No space left" if kind == "full" else "Read-only file system"
+    assert reason in done.stderr
