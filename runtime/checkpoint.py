@@ -156,7 +156,7 @@ def prepare_optimizer_state(optimizer: "torch.optim.Optimizer | None") -> None:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
             if isinstance(optimizer, torch.optim.AdamW):
-                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
             elif group.get("momentum"):

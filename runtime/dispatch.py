@@ -19,10 +19,15 @@ from .ledger import Ledger
 
 # What a handler returns: the name of the collective, its payload in bytes, and what this rank sends.
 _Seen = tuple[str, int, Sent]
-_Handler = Callable[[Ledger, tuple[int, ...], tuple[Any, ...], str], _Seen]
+_Handler = Callable[[Ledger, tuple[int, ...], tuple[Any, ...]], _Seen]
 
-_CPU: Final = "CPU"
-_CUDA: Final = "CUDA"
+# The lowest key above the backends. It is on in every thread and mode, also where autograd's keys are off, and
+# torch has no kernel of its own there for these operators.
+_KEY: Final = "BackendSelect"
+_BELOW: Final = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+_KEY: Final = "BackendSelect"
+_BELOW: Final = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 _active: Ledger | None = None
 _library: torch.library.Library | None = None  # kept: the wrappers go with it
@@ -39,24 +44,29 @@ def _install() -> None:
     global _library
     if _library is not None:
         return
-    _library = torch.library.Library("c10d", "IMPL")
-    for key in (_CPU, _CUDA) if torch.cuda.is_available() else (_CPU,):
-        for name, (group_at, handler) in _HANDLERS.items():
-            _wrap(_library, name, key, group_at, handler)
+    library = torch.library.Library("c10d", "IMPL")
+    for name, (group_at, handler) in _HANDLERS.items():
+        _wrap(library, name, group_at, handler)
+    _library = library
 
 
-def _wrap(library: torch.library.Library, name: str, key: str, group_at: int, handler: _Handler) -> None:
-    kernel = torch.library.get_kernel(getattr(torch.ops.c10d, name).default, key)
+def _wrap(library: torch.library.Library, name: str, group_at: int, handler: _Handler) -> None:
+    """Watch one operator.
 
-    def watched(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    At the key BackendSelect, which comes before the backends and is on in inference mode too; what comes after it is
+    torch's own. The backend's kernel itself must not be replaced: it would be called with the interpreter lock held,
+    and gloo's worker threads need that lock while they hold the queue's.
+    """
+    operator = getattr(torch.ops.c10d, name).default
+
+    def watched(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         ledger = _active
         if ledger is not None:
             group = _ranks(dist.ProcessGroup.unbox(args[group_at]))
-            op, payload_bytes, sent = handler(ledger, group, args, key)
-            ledger.observe(op, group, payload_bytes, sent)
-        return kernel.call_boxed(keyset, *args, **kwargs)
+            ledger.observe(group, *handler(ledger, group, args))
+        return operator.redispatch(keys & _BELOW, *args, **kwargs)
 
-    library.impl(name, watched, key, with_keyset=True, allow_override=True)
+    library.impl(name, watched, _KEY, with_keyset=True)
 
 
 @lru_cache(maxsize=256)
@@ -68,17 +78,17 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _all_reduce(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...], key: str) -> _Seen:
+def _all_reduce(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...]) -> _Seen:
     (x,) = args[0]
     sent = wire.all_reduce(ledger.mesh, ledger.rank, group, x.numel(), x.element_size())
     return "all_reduce", _bytes(x), sent
 
 
-def _all_gather_base(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...], key: str) -> _Seen:
+def _all_gather_base(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...]) -> _Seen:
     return _gathered(ledger, group, _bytes(args[1]))
 
 
-def _all_gather(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...], key: str) -> _Seen:
+def _all_gather(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...]) -> _Seen:
     return _gathered(ledger, group, _bytes(args[1][0]))
 
 
@@ -87,32 +97,32 @@ def _gathered(ledger: Ledger, group: tuple[int, ...], shard_bytes: int) -> _Seen
     return "all_gather", len(group) * shard_bytes, sent
 
 
-def _reduce_scatter_base(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...], key: str) -> _Seen:
-    return _scattered(ledger, group, args[0].numel(), args[0].element_size(), key)
+def _reduce_scatter_base(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...]) -> _Seen:
+    return _scattered(ledger, group, args[0])
 
 
-def _reduce_scatter(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...], key: str) -> _Seen:
-    return _scattered(ledger, group, args[0][0].numel(), args[0][0].element_size(), key)
+def _reduce_scatter(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...]) -> _Seen:
+    return _scattered(ledger, group, args[0][0])
 
 
-def _scattered(ledger: Ledger, group: tuple[int, ...], numel: int, element_bytes: int, key: str) -> _Seen:
+def _scattered(ledger: Ledger, group: tuple[int, ...], out: Tensor) -> _Seen:
     """gloo's reduce-scatter is an all-reduce of which each rank keeps a part, and moves its bytes."""
-    whole = len(group) * numel
-    if key == _CPU:
-        sent = wire.all_reduce(ledger.mesh, ledger.rank, group, whole, element_bytes)
+    whole = len(group) * out.numel()
+    if out.device.type == "cpu":
+        sent = wire.all_reduce(ledger.mesh, ledger.rank, group, whole, out.element_size())
     else:
-        sent = wire.reduce_scatter(ledger.mesh, ledger.rank, group, numel * element_bytes)
-    return "reduce_scatter", whole * element_bytes, sent
+        sent = wire.reduce_scatter(ledger.mesh, ledger.rank, group, _bytes(out))
+    return "reduce_scatter", whole * out.element_size(), sent
 
 
-def _all_to_all_base(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...], key: str) -> _Seen:
+def _all_to_all_base(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...]) -> _Seen:
     x, splits = args[1], args[4]
     row_bytes = _bytes(x) // len(x) if len(x) else 0
     sizes = [rows * row_bytes for rows in splits] if splits else [_bytes(x) // len(group)] * len(group)
     return _exchanged(ledger, group, sizes)
 
 
-def _all_to_all(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...], key: str) -> _Seen:
+def _all_to_all(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...]) -> _Seen:
     return _exchanged(ledger, group, [_bytes(x) for x in args[1]])
 
 
@@ -121,18 +131,18 @@ def _exchanged(ledger: Ledger, group: tuple[int, ...], sizes_bytes: Sequence[int
     return "all_to_all", sum(sizes_bytes), wire.to_peers(ledger.mesh, ledger.rank, messages)
 
 
-def _broadcast(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...], key: str) -> _Seen:
+def _broadcast(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...]) -> _Seen:
     x, root = args[0][0], group[args[2]]
     return "broadcast", _bytes(x), wire.broadcast(ledger.mesh, ledger.rank, group, root, _bytes(x))
 
 
-def _reduce(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...], key: str) -> _Seen:
+def _reduce(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...]) -> _Seen:
     x, root = args[0][0], group[args[3]]
     sent = wire.reduce_to(ledger.mesh, ledger.rank, group, root, x.numel(), x.element_size())
     return "reduce", _bytes(x), sent
 
 
-def _send(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...], key: str) -> _Seen:
+def _send(ledger: Ledger, group: tuple[int, ...], args: tuple[Any, ...]) -> _Seen:
     nbytes = _bytes(args[0][0])
     return "send", nbytes, wire.to_peers(ledger.mesh, ledger.rank, [(group[args[2]], nbytes)])
 

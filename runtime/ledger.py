@@ -115,7 +115,7 @@ class Ledger:
         """
         return Collecting(self, op, axis, len(group), payload_bytes, stream, layer)
 
-    def observe(self, op: str, group: tuple[int, ...], payload_bytes: int, sent: Sent) -> None:
+    def observe(self, group: tuple[int, ...], op: str, payload_bytes: int, sent: Sent) -> None:
         """Something reached torch.distributed on this thread (called by `dispatch`)."""
         scope: Collecting | None = getattr(self._local, "scope", None)
         if scope is not None:

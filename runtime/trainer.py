@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 from ..conf.compose import load_experiment, model_spec
 from ..conf.model_spec import ModelSpec
 from ..conf.schema import ExperimentConf, OptimizerConf, Recompute
-from ..policies.comm import build_comm
+from ..policies.comm import Placement, build_comm
 from ..policies.mesh import Mesh
 from .case import Case
 from .checkpoint import (
@@ -27,11 +28,12 @@ from .collectives import backend_of, build_collectives
 from .data import Batches, Tokens
 from .dispatch import activate
 from .failure import ElsewhereError
+from .gradients import clip_factor
 from .interfaces import InterfaceBytes, read_interface
 from .interpreter import Interpreter, NullInterpreter
 from .laps import Laps
 from .learning_rate import learning_rate
-from .ledger import Ledger
+from .ledger import LIBRARY_STREAM, Ledger
 from .loss_scale import LossScale, build_loss_scale
 from .memory import PeakMemory, local_bytes, optimizer_bytes
 from .metrics import MetricsWriter, StepMetrics
@@ -75,6 +77,7 @@ class Trainer:
         self, experiment: ExperimentConf, context: WorkerContext, *, communicate: bool = True
     ) -> None:
         self.experiment, self.context = experiment, context
+        self._communicate = communicate
         self.spec: ModelSpec = model_spec(experiment)
         batch = experiment.batch
         self.sequence = batch.sequence or self.spec.sequence
@@ -101,6 +104,7 @@ class Trainer:
             experiment.comm, num_ranks=context.num_ranks, ranks_per_node=context.ranks_per_node
         )
         mesh = Mesh(context.num_ranks, context.ranks_per_node, policy.hpz_size)
+        self._sharded = policy.placement is Placement.sharded
         self.ledger = Ledger(rank=context.rank, mesh=mesh)
         activate(self.ledger)
         kind = Interpreter if communicate else NullInterpreter
@@ -156,12 +160,14 @@ class Trainer:
         """One optimizer step; raises if gradients are not finite where no loss scale can help."""
         accumulation = self.experiment.batch.accumulation
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
-        rate = learning_rate(
-            step,
-            peak=self.experiment.optimizer.lr,
-            steps=self.experiment.steps,
-            conf=self.experiment.train,
-        )
+        rate = 0.0  # without communication gradients mean nothing
+        if self._communicate:
+            rate = learning_rate(
+                step,
+                peak=self.experiment.optimizer.lr,
+                steps=self.experiment.steps,
+                conf=self.experiment.train,
+            )
         losses: list[torch.Tensor] = []
         start_ns = self.laps.start()
         for micro_batch in range(accumulation):
@@ -209,7 +215,8 @@ class Trainer:
         total /= self.experiment.train.eval_batches * self.context.num_ranks
         self.ledger.at(iteration=step, phase="eval", layer="")
         if self.context.num_ranks > 1:
-            dist.all_reduce(total)
+            with self.ledger.span(LIBRARY_STREAM, "all_reduce of the loss"):
+                dist.all_reduce(total)
         return float(total)
 
     def close(self) -> None:
@@ -226,22 +233,36 @@ class Trainer:
             gradients = [_local(p.grad) for p in self.engine.parameters() if p.grad is not None]
             if gradients:
                 torch._foreach_mul_(gradients, 1 / scale)
-            norm = self.engine.clip_gradients(clipping or math.inf)
+            norm = self._clip(clipping or math.inf)
             overflow = norm is not None and not math.isfinite(norm)
             self.loss_scale.update(overflow=overflow)
             if overflow:
                 return norm, True
         else:
-            norm = self.engine.clip_gradients(clipping) if clipping else None
-            if norm is None or not math.isfinite(norm):
+            norm = self._clip(clipping) if clipping else None
+            if self._communicate and (norm is None or not math.isfinite(norm)):
                 self.engine.check_finite()  # names the parameter, if it is this rank's
-            if norm is not None and not math.isfinite(norm):
-                raise ElsewhereError(f"the gradient norm is {norm}; the parameter is on another rank")
+                if norm is not None:
+                    raise ElsewhereError(f"the gradient norm is {norm}; the parameter is on another rank")
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
         return norm, False
+
+    def _clip(self, max_norm: float) -> float | None:
+        if not self._communicate:
+            gradients = [p.grad for p in self.engine.parameters() if p.grad is not None]
+            if not gradients:
+                return None
+            norm = float(_local(get_total_norm(gradients)))  # of this rank's part
+            torch._foreach_mul_([_local(gradient) for gradient in gradients], clip_factor(norm, max_norm))
+            return norm
+        if not self._sharded:
+            return self.engine.clip_gradients(max_norm)
+        # For the most part it waits for the slowest rank.
+        with self.ledger.span(LIBRARY_STREAM, "all_reduce of the norm"):
+            return self.engine.clip_gradients(max_norm)
 
     def _save(self, folder: Path, step: int) -> None:
         saved = save_checkpoint(
@@ -301,8 +322,9 @@ def _build_optimizer(conf: OptimizerConf, parameters: Sequence[torch.Tensor]) ->
     """None on a rank that owns no weights (all but the parameter server)."""
     if not parameters:
         return None
-    options: dict[str, Any] = {"lr": conf.lr, "weight_decay": conf.weight_decay, "foreach": True}
-    if conf.name == "sgd":
-        return torch.optim.SGD(parameters, momentum=conf.momentum, **options)
+    common: dict[str, Any] = {"lr": conf.lr, "weight_decay": conf.weight_decay}
+    if conf.name == "sgd":  # DTensor has no fused one
+        return torch.optim.SGD(parameters, momentum=conf.momentum, foreach=True, **common)
     beta1, beta2 = conf.betas
-    return torch.optim.AdamW(parameters, betas=(beta1, beta2), eps=conf.eps, **options)
+    # fused: 1.7 ms on gpt_tiny's shards where foreach takes 6.3
+    return torch.optim.AdamW(parameters, betas=(beta1, beta2), eps=conf.eps, fused=True, **common)

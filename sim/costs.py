@@ -22,6 +22,7 @@ SOFTMAX_PASSES = 6.0
 OTHER_KERNELS = 8
 
 # Root matmuls that come before the blocks; all others follow them
+EMBED, HEAD = "embed", "head"  # the root's computation before and after the blocks
 BEFORE_BLOCKS = ("patch", "embedding_in")
 
 # Bytes that AdamW moves a parameter: reads gradient, weight and two moments, writes weight and moments, all
@@ -29,7 +30,6 @@ BEFORE_BLOCKS = ("patch", "embedding_in")
 ADAMW_PASS_BYTES = 28
 SGD_PASS_BYTES = 12
 MOMENTUM_PASS_BYTES = 8
-EMBED = "embed"
 CLIP_PASS_BYTES = 12  # the norm reads the gradient, scaling reads and writes it
 
 
@@ -59,11 +59,10 @@ class Tally:
 class Costs:
     """Durations on one cluster.
 
-    compute: `host.compute_ns` by its key, or the key of the unit's kind ("forward/block"), but never less than
-    what is slept; else
-    `emulated_flops_per_s`; else the roofline. The time of the root goes to its head, if it is given in one.
-    Codecs: `host.codec_ns` + `host.codec_ns_per_element`, 2 bits as 4 and 6 as 8 where they were not
-    measured; else their bytes over `device.memory_Bps`.
+    compute: `host.compute_ns` by its key, or the key of the unit's kind ("forward/block"), but never less
+    than what is slept out to `emulated_flops_per_s`; without a probe that alone, or the roofline. If the root
+    is given in one, its time goes to its head. Codecs: `host.codec_ns` + `host.codec_ns_per_element`, 2 bits
+    as 4 and 6 as 8 where they were not measured; else their bytes over `device.memory_Bps`.
 
     Raises:
         ValueError: If the probe gives compute of some units and not of others.
@@ -138,7 +137,7 @@ class Costs:
         for name in (key, f"{phase}/{kind}"):
             if name in probed:
                 return max(slept, probed[name])
-        if kind != "head":
+        if kind != HEAD:
             return slept
         # the probe gives the root as one: what its embedding does not sleep is the head's
         return max(slept, probed.get(f"{phase}/root", 0) - self.slept_ns(Work("compute", f"{phase}/{EMBED}")))
@@ -175,9 +174,8 @@ class Costs:
         other = Tally(nbytes=passes * element, kernels=OTHER_KERNELS)
         block = self._matmuls(block_matmuls(spec, sequence=sequence, micro=micro)).plus(other)
         root = root_matmuls(spec, sequence=sequence, micro=micro)
-        lookup = Tally(
-            nbytes=3.0 * tokens * spec.hidden * element, kernels=2
-        )  # token and position, their sum
+        # token and position are looked up and added
+        lookup = Tally(nbytes=3.0 * tokens * spec.hidden * element, kernels=2)
         # the head's norm, and a loss in fp32 that reads the logits twice and writes them once
         classes = spec.vocab if spec.head in ("lm", "masked_lm", "pretraining") else spec.classes
         loss = Tally(nbytes=2.0 * tokens * spec.hidden * element + 12.0 * tokens * classes, kernels=4)

@@ -23,11 +23,12 @@ from ..policies.comm import (
 from ..policies.mesh import WORLD, Mesh
 from ..policies.partition import shard_segments
 from ..policies.plan import Plan
+from .costs import EMBED, HEAD
 from .interpreter import Goal, Interpreted, Transfer, Work, interpret
 from .program import Program
 from .rules import Blocking, Handle
 
-ROOT, EMBED, HEAD = "root", "embed", "head"
+ROOT = "root"
 
 
 @dataclass(slots=True)
@@ -105,7 +106,9 @@ class Engine:
                 weights.gathered.clear()
         rules.drain()
         if self._clip:
-            self._scalar(rules, "step")
+            # clip_grad_norm_ stacks the norms of all tensors before it sums over ranks
+            tensors = len(self._root.tensors) + len(self._blocks) * len(self._blocks[0].tensors)
+            self._all_reduce(rules, "step", tensors)
         root_only = self._policy.placement is Placement.server
         rules.local("step", "", "step", Work("step"), only_root=root_only)
         rules.drain()
@@ -119,7 +122,7 @@ class Engine:
             self._forward(rules, weights, "eval")
         weights.gathered.clear()  # resharded, or the next step would compute with stale weights
         rules.drain()
-        self._scalar(rules, "eval")
+        self._all_reduce(rules, "eval", 1)
         return rules.writer.program
 
     def _forward(self, rules: Blocking, weights: Weights, phase: str) -> None:
@@ -168,8 +171,8 @@ class Engine:
         plan = self._decisions.decide(WeightsNeeded(unit.name, asked, unit.name in weights.copies))
         if plan is None:
             raise ValueError(
-                f"policy {self._policy.name!r} gathers nothing for {unit.name} in {phase}: a sharded unit cannot "
-                "do without"
+                f"policy {self._policy.name!r} gathers nothing for {unit.name} in {phase}: a sharded unit "
+                "cannot do without"
             )
         weights.gathered[unit.name] = None
         interpreted = self._interpret(plan, Goal.gather, unit)
@@ -203,11 +206,14 @@ class Engine:
                 rules.use(handle, "step", unit.name)
         rules.drain()
 
-    def _scalar(self, rules: Blocking, phase: str) -> None:
+    def _all_reduce(self, rules: Blocking, phase: str, numel: int) -> None:
+        """Of fp32 numbers, as a library or the trainer issues it."""
         if self._mesh.num_ranks > 1:
-            size = Precision.fp32.element_bytes
-            scalar = Transfer("all_reduce", WORLD, self._mesh.num_ranks, size, size, 1, size)
-            rules.library(phase, scalar)
+            element = Precision.fp32.element_bytes
+            nbytes = numel * element
+            rules.library(
+                phase, Transfer("all_reduce", WORLD, self._mesh.num_ranks, nbytes, nbytes, numel, element)
+            )
 
     def _interpret(self, plan: Plan, goal: Goal, unit: Unit) -> Interpreted:
         key = (id(plan), goal, id(unit.tensors))  # equal plans are one object, and blocks share their tensors

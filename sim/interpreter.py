@@ -34,10 +34,8 @@ from ..policies.wire import encoded_bytes
 class Work(NamedTuple):
     """Something that takes time on one rank and moves nothing. `costs.Costs` says how long.
 
-    kind `encode` or `decode`: `amount` elements of `bits`. `traffic`: `amount` bytes read and written; its `key`
-    says for what.
-    `compute`: a key such as "forward/block.0". `step`: the optimizer's. `key` names a `traffic` that a probe
-    may have measured.
+    kind `encode` or `decode`: `amount` elements of `bits`. `traffic`: `amount` bytes read and written, as
+    `key` says. `compute`: `key` is such as "forward/block.0". `step`: the optimizer's.
     """
 
     kind: str

@@ -10,6 +10,7 @@ from twinbed.conf.schema import (
     Backend,
     BatchConf,
     DeviceConf,
+    GradientPath,
     HostConf,
     HpzLifetime,
     InterNodeConf,
@@ -18,7 +19,8 @@ from twinbed.conf.schema import (
     Recompute,
     TrainConf,
 )
-from twinbed.policies.comm import GradientsReady, Placement, WeightsNeeded, parse_event
+from twinbed.policies.comm import GradientsReady, Placement, WeightsNeeded, build_comm, parse_event
+from twinbed.policies.comm.memory import state_bytes
 from twinbed.policies.plan import AllGather, AllToAll, Dequantize, Plan, Quantize, Reduce, ReduceOp
 from twinbed.sim.ledger import RankClass
 from twinbed.sim.simulate import simulate
@@ -516,3 +518,34 @@ def test_time_does_not_grow_with_equal_ranks(make_experiment, make_spec):
         counts.append((len(record.ledger), len(record.spans), len(record.result["classes"])))
         assert sum(c["count"] for c in record.result["classes"]) == nodes * 16
     assert counts[0] == counts[1]
+
+
+def test_states_of_a_hundred_billion_parameters_on_1024_gpus(make_experiment):
+    """ZeRO-3 1.5625 GB; hpZ adds 12.5 (9.0 times); plain data parallelism 1,600 (113.8 times hpZ)."""
+    held = {}
+    for comm in ("zero3", "hpz", "ddp"):
+        conf = make_experiment(comm).comm
+        policy, _ = build_comm(conf, num_ranks=1024, ranks_per_node=16)
+        held[comm] = state_bytes(policy, num_parameters=100 * 10**9, num_ranks=1024)
+    assert held["zero3"].total / 1e9 == pytest.approx(1.5625, abs=1e-6)
+    assert held["hpz"].secondary_shard / 1e9 == 12.5
+    assert held["hpz"].total / held["zero3"].total == pytest.approx(9.0, abs=0.01)
+    assert held["ddp"].total == 1_600 * 10**9
+    assert held["ddp"].total / held["hpz"].total == pytest.approx(113.8, abs=0.05)
+
+
+def test_a_ring_that_requantizes_pays_for_each_hop(make_experiment, make_spec):
+    """Encoding before the first send, and decoding, adding and encoding on the way: 3 hops on 4 ranks."""
+    host = HostConf(codec_ns={"encode4": 1_000_000, "decode4": 1_000_000})
+    keys = {"gradient_path": GradientPath.ring}
+    runs = [
+        simulate(
+            make_experiment("qgz", nodes=4, ranks=1, cluster_host=h, comm_keys=keys), spec=make_spec(layers=1)
+        )
+        for h in (HostConf(), host)
+    ]
+    sent = next(r for r in runs[0].ledger if r.rank == 0 and r.stream == "reduce")
+    assert sent.op == "reduce_scatter"
+    assert sent.wire_bytes < 0.4 * sent.payload_bytes * 3 / 4
+    slower = runs[1].result["iteration_s"]["mean"] - runs[0].result["iteration_s"]["mean"]
+    assert slower == pytest.approx(2 * 6e-3, rel=0.05)  # two units, three encodings and three decodings
