@@ -16,6 +16,7 @@ if __name__ == "__main__":
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
+
 from twinbed.analysis.parity import compare_records, write_parity
 from twinbed.analysis.record import RESULT, Record, new_result, read_record, write_record, write_text
 from twinbed.conf.compose import (

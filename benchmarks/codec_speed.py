@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+
 from twinbed.kernels import (
     decode,
     decode_segments,

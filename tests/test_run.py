@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from twinbed.analysis.record import read_record
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from twinbed.analysis.parity import compare_records, experiment_differences, rank_classes, write_parity
 from twinbed.analysis.record import Decision, LedgerRow, Record
 

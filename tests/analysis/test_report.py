@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+
 from twinbed.analysis.record import Record, write_record
 from twinbed.analysis.report import main, write_files
 

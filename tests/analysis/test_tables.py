@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
+
 from twinbed.analysis import plots, show, tables
 from twinbed.analysis.load import Run, Sweep, load
 from twinbed.analysis.record import Record

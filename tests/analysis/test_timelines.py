@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from twinbed.analysis import plots
 from twinbed.analysis.load import Run, load
 from twinbed.analysis.record import Record, Span

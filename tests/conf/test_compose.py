@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from twinbed.conf.compose import compose, load_experiment, to_dict
 from twinbed.conf.model_spec import num_parameters
 

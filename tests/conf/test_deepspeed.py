@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+
 from twinbed.conf.deepspeed import DeepSpeedImport, read_deepspeed_config
 
 ALL_THREE = {

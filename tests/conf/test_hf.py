@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+
 from twinbed.conf.hf import read_hf_config
 from twinbed.conf.model_spec import num_active_parameters, num_parameters, parameters
 

@@ -8,6 +8,7 @@ import torch
 import yaml
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+
 from twinbed.conf.model_flop import (
     RECOMPUTE,
     block_matmuls,

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from twinbed.kernels import (
     decode_segments,
     dequantize_reduce,

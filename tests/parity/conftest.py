@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+
 from twinbed.analysis.parity import compare_records
 from twinbed.analysis.record import Record, read_record
 from twinbed.conf.compose import Composed, compose

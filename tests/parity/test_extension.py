@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+
 from twinbed.policies.comm import CommEvent, GradientsReady, Placement, WeightsNeeded
 from twinbed.policies.plan import AllGather, AllToAll, Dequantize, Plan, Quantize, Reduce, ReduceOp
 

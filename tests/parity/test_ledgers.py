@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from twinbed.policies.comm import build_comm, describe_action, parse_event
 
 POLICIES = ("ddp", "ps", "zero1", "zero2", "zero3", "qwz", "hpz", "qgz", "zeropp")

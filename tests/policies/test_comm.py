@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from twinbed.conf.schema import CommConf, GradientPath, HpzLifetime
 from twinbed.policies.comm import (
     GradientsReady,

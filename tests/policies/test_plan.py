@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from twinbed.policies import wire
 from twinbed.policies.mesh import Mesh
 from twinbed.policies.partition import copy_slice, real_elements, shard_segments

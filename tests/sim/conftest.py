@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from twinbed.conf.model_spec import ModelSpec, spec_from_keys
 from twinbed.conf.schema import (
     Backend,

@@ -4,6 +4,7 @@ import pytest
 import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from twinbed.conf.schema import (
     Backend,
     ClusterConf,

@@ -6,6 +6,7 @@ import pytest
 import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from twinbed.sim.network import Network
 from twinbed.sim.topology import Link
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from twinbed.runtime.cluster.local import LocalCluster
 
 _TRAFFIC = str(Path(__file__).with_name("traffic.py"))

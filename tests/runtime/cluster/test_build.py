@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from twinbed.runtime.cluster import build
 from twinbed.runtime.cluster.build import netswitch_binary
 

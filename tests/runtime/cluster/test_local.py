@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from twinbed.runtime.cluster.local import LinkShape, LocalCluster
 
 RATE_BPS = 12.5e6  # 100 Mbit/s

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
 from twinbed.conf.schema import CommConf, GradientPath, HpzLifetime, Precision
 from twinbed.policies.comm import CommPolicy, build_comm
 from twinbed.policies.mesh import Mesh
@@ -45,9 +46,14 @@ class Block(nn.Module):
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.up = nn.Linear(WIDTH, HIDDEN)
         self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.poisoned = False  # the gradient of down.weight becomes NaN
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        return x_BD + self.down(torch.tanh(self.up(x_BD * self.scale)))
+        weight_DH = self.down.weight
+        if self.poisoned:
+            weight_DH = weight_DH * 1.0
+            weight_DH.register_hook(lambda gradient: gradient * torch.nan)
+        return x_BD + nn.functional.linear(torch.tanh(self.up(x_BD * self.scale)), weight_DH)
 
 
 class Tiny(nn.Module):

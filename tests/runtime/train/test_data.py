@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from twinbed.conf.compose import compose
 from twinbed.conf.schema import DataConf
 from twinbed.runtime.data import Batches, check_data

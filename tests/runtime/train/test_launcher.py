@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from twinbed.conf.compose import compose
 from twinbed.runtime import launcher
 from twinbed.runtime.case import Case, read_launch, write_launch

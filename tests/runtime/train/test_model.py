@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from twinbed.conf.model_spec import parameters, spec_from_keys
 from twinbed.runtime.laps import Laps, totals_ns
 from twinbed.runtime.model import GPT

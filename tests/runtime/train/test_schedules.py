@@ -3,6 +3,7 @@
 import math
 
 import pytest
+
 from twinbed.conf.compose import compose
 from twinbed.conf.schema import TrainConf
 from twinbed.runtime.learning_rate import learning_rate

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from twinbed.conf.compose import compose
 from twinbed.runtime.failure import (
     ElsewhereError,

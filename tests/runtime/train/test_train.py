@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from twinbed.analysis.record import read_record
 from twinbed.conf.compose import compose
 from twinbed.conf.model_spec import parameters, spec_from_keys
