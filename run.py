@@ -180,7 +180,7 @@ def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...],
             composed.resolved["cluster"], measured, calibration["compute_ns"], one_machine=True
         )
         experiment = load_experiment(composed.resolved | {"cluster": cluster})
-        experiment = with_fixed_costs(experiment, composed.spec, policy)
+        experiment = with_fixed_costs(experiment, composed.spec, policy)  # so that the record shows them
         predicted = replace(composed, experiment=experiment, resolved=to_dict(experiment))
         write_simulation(predicted, policy, warnings, folder / "sim")
     sim = read_record(folder / "sim")

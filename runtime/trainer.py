@@ -252,11 +252,11 @@ class Trainer:
 
     def _clip(self, max_norm: float) -> float | None:
         if not self._communicate:
-            gradients = [p.grad for p in self.engine.parameters() if p.grad is not None]
+            gradients = [_local(p.grad) for p in self.engine.parameters() if p.grad is not None]
             if not gradients:
                 return None
-            norm = float(_local(get_total_norm(gradients)))  # of this rank's part
-            torch._foreach_mul_([_local(gradient) for gradient in gradients], clip_factor(norm, max_norm))
+            norm = float(get_total_norm(gradients))  # of this rank's part: that of a DTensor is an all-reduce
+            torch._foreach_mul_(gradients, clip_factor(norm, max_norm))
             return norm
         if not self._sharded:
             return self.engine.clip_gradients(max_norm)

@@ -18,7 +18,7 @@ WHOLE = ("all_reduce", "reduce", "broadcast")  # their message is the whole tens
 
 
 def with_fixed_costs(experiment: ExperimentConf, spec: ModelSpec, policy: CommPolicy) -> ExperimentConf:
-    """The experiment with `host.op_ns` filled in from `host.op_measured_ns`; unchanged if there is nothing to do.
+    """The experiment with `host.op_ns` from `host.op_measured_ns`; unchanged if there is nothing to do.
 
     A probe's small collective takes its fixed cost and, on the simulated network, its latencies; the fixed
     cost is the difference, so that the simulator repeats the probe exactly. Nothing here has seen the run.

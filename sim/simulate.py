@@ -13,6 +13,7 @@ from ..conf.schema import Backend, ClusterConf, ExperimentConf, Precision
 from ..policies.comm import CommPolicy, Placement, build_comm
 from ..policies.mesh import Mesh
 from .collectives import Collectives, PerStep
+from .constants import with_fixed_costs
 from .costs import Costs, with_value
 from .engine import Decisions, Engine, Weights
 from .executor import Executor, Segment, Timing
@@ -54,9 +55,9 @@ def simulate(
         RuntimeError: If ranks wait for each other for ever, naming the collective and the ranks.
     """
     run = _Run(experiment, spec, policy, fold)
-    nominal = run.simulate(experiment.cluster)
-    guesses = experiment.cluster.guesses
-    bounds = [run.iteration_s(run.simulate(_guess(experiment.cluster, i))) for i in (0, 1)] if guesses else []
+    cluster = run.experiment.cluster
+    nominal = run.simulate(cluster)
+    bounds = [run.iteration_s(run.simulate(_guess(cluster, i))) for i in (0, 1)] if cluster.guesses else []
     return _record(run, nominal, bounds, resolved, git_commit)
 
 
@@ -81,13 +82,14 @@ class _Run:
         self, experiment: ExperimentConf, spec: ModelSpec, policy: CommPolicy | None, fold: bool | None
     ) -> None:
         cluster = experiment.cluster
-        self.experiment, self.spec = experiment, spec
         self.warnings: tuple[str, ...] = ()
         if policy is None:
             policy, self.warnings = build_comm(
                 experiment.comm, num_ranks=cluster.num_ranks, ranks_per_node=cluster.devices_per_node
             )
         self.policy = policy
+        experiment = with_fixed_costs(experiment, spec, policy)
+        self.experiment, self.spec = experiment, spec
         self.mesh = Mesh(cluster.num_ranks, cluster.devices_per_node, policy.hpz_size)
         nccl = cluster.backend is Backend.nccl
         self.folded = fold if fold is not None else nccl or cluster.num_ranks > MAX_STEPWISE_RANKS

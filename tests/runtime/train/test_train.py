@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def done(tmp_path_factory):
         case("plain", "train.save_every=3", "train.eval_every=2"),
         case("resumed", resume=folder / "plain/checkpoints/step_00000003"),
         case("accumulated", "batch.accumulation=2"),
-        case("wide", "batch.micro=2"),
+        replace(case("wide", "batch.micro=2"), tensorboard=True),
         case("recomputed", "recompute=full"),
         case("bf16", "precision=bf16", "train.lr_schedule=cosine", "train.warmup_lr_steps=2"),
         case("overflowing", "precision=fp16", "train.loss_scale=1e30", "train.save_every=3"),
@@ -125,6 +126,12 @@ def test_metrics_hold_the_means_over_ranks(done):
     assert [float(row["iteration_s"]) for row in rows] == found["iterations_s"]
     assert [row["validation_loss"] != "" for row in rows] == [False, True] * 3
     assert all(float(row["gradient_norm"]) > 0 for row in rows)
+
+
+def test_tensorboard_is_written_where_asked_for(done):
+    pytest.importorskip("tensorboard")
+    assert len(list((done / "wide" / "tensorboard").glob("events.*"))) == 1
+    assert not (done / "plain" / "tensorboard").exists()
 
 
 def test_spans_of_a_rank_do_not_overlap_on_one_stream(done):
