@@ -233,7 +233,13 @@ def _verdict(parity: dict[str, Any]) -> str:
 def _training_case(composed: Composed, warnings: tuple[str, ...], folder: str) -> Any:
     from twinbed.runtime.case import Case
 
-    return Case(name=TRAINING, folder=folder, experiment=composed.resolved, warnings=warnings)
+    return Case(
+        name=TRAINING,
+        folder=folder,
+        experiment=composed.resolved,
+        tensorboard=composed.experiment.train.tensorboard,
+        warnings=warnings,
+    )
 
 
 def _launch(composed: Composed, folder: Path, cases: tuple[Any, ...]) -> "LaunchOutcome":

@@ -36,6 +36,7 @@ def run(folder: Path) -> dict[tuple[str, int], tuple[list[float], float]]:
                     "target=runtime",
                     "cluster.shaped=false",
                     *keys,
+                    "batch.sequence=64",
                     f"seed={seed}",
                     f"steps={STEPS}",
                     "train.warmup_lr_steps=20",

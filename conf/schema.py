@@ -134,7 +134,9 @@ class HostConf:
     cores: int = 0  # cores that the ranks of one host share; 0: each rank has its own device
     all_nodes: bool = False  # one machine hosts all nodes: all ranks share its cores
     op_ns: dict[str, int] = field(default_factory=dict)  # fixed cost of one collective: "all_gather/world"
-    op_measured_ns: dict[str, int] = field(default_factory=dict)  # a whole small collective, by kind and message
+    op_measured_ns: dict[str, int] = field(
+        default_factory=dict
+    )  # a whole small collective, by kind and message
     # bytes: "all_gather/world/512"; the simulator takes what the network needs off and has op_ns
     codec_ns: dict[str, int] = field(default_factory=dict)  # fixed cost of one codec call: "encode8"
     codec_ns_per_element: dict[str, float] = field(default_factory=dict)  # "encode8", "decode4", ...
@@ -310,6 +312,7 @@ class TrainConf:
     eval_batches: int = 4
     save_every: int = 0  # steps between checkpoints; 0: none
     resume_from: str | None = None  # a checkpoint folder
+    tensorboard: bool = False  # write TensorBoard's files beside metrics.csv
     tokens: float | None = None  # gives time_to_train_s, gpu_hours and cost
     timeout_s: float = 20.0  # a collective that waits longer fails the run
 

@@ -58,9 +58,9 @@ def attach(
 ) -> Attached:
     """Let `comm` decide how the weights and gradients of `model` move.
 
-    Call it after `fully_shard`, on all ranks, before the first forward; then train as before. Every FSDP module
-    becomes a unit; all are resharded after forward as the policy says, the root too. Optimizer steps and
-    load_state_dict are noticed; anything else that changes weights must be followed by `weights_changed`.
+    Call it after `fully_shard`, on all ranks, before the first forward; then train as before. Every FSDP
+    module becomes a unit; all are resharded after forward as the policy says, the root too. Optimizer steps
+    and load_state_dict are noticed; anything else that changes weights must be followed by `weights_changed`.
 
         for block in model.blocks:
             fully_shard(block)
@@ -69,9 +69,9 @@ def attach(
 
     Args:
         model: Sharded over the whole world, with the outermost `fully_shard` on itself.
-        comm: A name (`zero3`, `qwz`, `hpz`, `qgz`, `zeropp`, ...), a CommConf, or a policy object of your own.
-        mesh: How ranks lie on nodes; it must agree with the policy's hpZ size.
-        ranks_per_node: In place of `mesh`; by default LOCAL_WORLD_SIZE, as torchrun sets it.
+        comm: A name (`zero3`, `qwz`, `hpz`, `qgz`, `zeropp`, ...), a CommConf, or a policy object of your
+        own. mesh: How ranks lie on nodes; it must agree with the policy's hpZ size. ranks_per_node: In place
+        of `mesh`; by default LOCAL_WORLD_SIZE, as torchrun sets it.
 
     Raises:
         ValueError: If `model` is not under `fully_shard`, `comm` does not shard, or sizes do not fit.
@@ -84,14 +84,16 @@ def attach(
     policy, warnings = _policy(comm, ranks_per_node)
     if policy.placement is not Placement.sharded:
         raise ValueError(
-            f"comm={policy.name!r} keeps whole weights on every rank, but the model is sharded; use zero1, zero2, "
+            f"comm={policy.name!r} keeps whole weights on every rank, but the model is sharded; use zero1, "
+            "zero2, "
             "zero3 or a policy of ZeRO++"
         )
     if mesh is None:
         mesh = Mesh(dist.get_world_size(), ranks_per_node, policy.hpz_size)
     elif policy.hpz_size > 1 and mesh.hpz_size != policy.hpz_size:
         raise ValueError(
-            f"mesh.hpz_size={mesh.hpz_size}, but {policy.name!r} keeps copies over {policy.hpz_size} ranks; make "
+            f"mesh.hpz_size={mesh.hpz_size}, but {policy.name!r} keeps copies over {policy.hpz_size} "
+            "ranks; make "
             "them equal"
         )
     ledger = Ledger(rank=dist.get_rank(), mesh=mesh)
@@ -123,7 +125,8 @@ def _policy(comm: CommConf | CommPolicy | str, ranks_per_node: int) -> tuple[Com
         return comm, ()
     if comm.overlap:
         raise ValueError(
-            "comm.overlap=true: a loop of your own reads gradients before a queued reduction has ended; leave it "
+            "comm.overlap=true: a loop of your own reads gradients before a queued reduction has ended; "
+            "leave it "
             "false (NCCL overlaps by itself)"
         )
     return build_comm(comm, num_ranks=dist.get_world_size(), ranks_per_node=ranks_per_node)
@@ -143,7 +146,8 @@ def _ranks_per_node() -> int:
     value = os.environ.get("LOCAL_WORLD_SIZE")
     if value is None:
         raise ValueError(
-            "ranks_per_node is not given, and LOCAL_WORLD_SIZE is not set (torchrun sets it): say how many ranks "
+            "ranks_per_node is not given, and LOCAL_WORLD_SIZE is not set (torchrun sets it): say how many "
+            "ranks "
             "share a node"
         )
     return int(value)

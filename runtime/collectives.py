@@ -1,8 +1,8 @@
 """Collectives on flat tensors, by backend. Each is asked for once and blocks (NCCL: its stream).
 
-gloo: the library's all-gather, all-reduce, broadcast and reduce; a ring reduce-scatter and an all-to-all of our own,
-as gloo's reduce-scatter moves an all-reduce's bytes and its all-to-all is erratic unless receives come first.
-NCCL: the library's.
+gloo: the library's all-gather, all-reduce, broadcast and reduce; a ring reduce-scatter and an all-to-all of
+our own, as gloo's reduce-scatter moves an all-reduce's bytes and its all-to-all is erratic unless receives
+come first. NCCL: the library's.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Collectives(Protocol):
         ...
 
     def all_to_all(self, group: Group, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
-        """The k-th of the g - 1 `sends` goes to the k-th peer (this rank left out); the same for `receives`."""
+        """The k-th of the g - 1 `sends` goes to the k-th peer (this rank left out); so for `receives`."""
         ...
 
     def all_reduce(self, group: Group, x: Tensor) -> None:

@@ -1,8 +1,9 @@
 """Watches what reaches torch.distributed, beneath all Python wrappers: our own calls, and those of libraries.
 
-The operators of `torch.ops.c10d` are wrapped once a process; each call is reported to the active ledger, sized by the
-tensors really passed, and then goes on to torch's own kernel. So functional collectives (DTensor, gradient clipping)
-are seen as well, under inference mode too and on any thread; other operators pay nothing.
+The operators of `torch.ops.c10d` are wrapped once a process; each call is reported to the active ledger,
+sized by the tensors really passed, and then goes on to torch's own kernel. So functional collectives
+(DTensor, gradient clipping) are seen as well, under inference mode too and on any thread; other operators pay
+nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +22,8 @@ from .ledger import Ledger
 _Seen = tuple[str, int, Sent]
 _Handler = Callable[[Ledger, tuple[int, ...], tuple[Any, ...]], _Seen]
 
-# The lowest key above the backends. It is on in every thread and mode, also where autograd's keys are off, and
-# torch has no kernel of its own there for these operators.
-_KEY: Final = "BackendSelect"
-_BELOW: Final = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-
+# The lowest key above the backends. It is on in every thread and mode, also where autograd's keys are off,
+# and torch has no kernel of its own there for these operators.
 _KEY: Final = "BackendSelect"
 _BELOW: Final = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
@@ -44,7 +42,7 @@ def _install() -> None:
     global _library
     if _library is not None:
         return
-    library = torch.library.Library("c10d", "IMPL")
+    library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     for name, (group_at, handler) in _HANDLERS.items():
         _wrap(library, name, group_at, handler)
     _library = library
@@ -53,9 +51,9 @@ def _install() -> None:
 def _wrap(library: torch.library.Library, name: str, group_at: int, handler: _Handler) -> None:
     """Watch one operator.
 
-    At the key BackendSelect, which comes before the backends and is on in inference mode too; what comes after it is
-    torch's own. The backend's kernel itself must not be replaced: it would be called with the interpreter lock held,
-    and gloo's worker threads need that lock while they hold the queue's.
+    At the key BackendSelect, which comes before the backends and is on in inference mode too; what comes
+    after it is torch's own. The backend's kernel itself must not be replaced: it would be called with the
+    interpreter lock held, and gloo's worker threads need that lock while they hold the queue's.
     """
     operator = getattr(torch.ops.c10d, name).default
 
@@ -66,7 +64,7 @@ def _wrap(library: torch.library.Library, name: str, group_at: int, handler: _Ha
             ledger.observe(group, *handler(ledger, group, args))
         return operator.redispatch(keys & _BELOW, *args, **kwargs)
 
-    library.impl(name, watched, _KEY, with_keyset=True)
+    library.impl(name, watched, _KEY, with_keyset=True)  # type: ignore[no-untyped-call]
 
 
 @lru_cache(maxsize=256)

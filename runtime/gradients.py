@@ -6,7 +6,8 @@ import torch
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What gradients of this global norm are multiplied with, as torch.nn.utils.clip_grad_norm_ does; at most 1.
+    """What gradients of this global norm are multiplied with, as torch.nn.utils.clip_grad_norm_ does; at most
+    1.
 
     A norm that is not finite gives 1: zeros times Inf would spread NaN, and hide where it came from.
     """

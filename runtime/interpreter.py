@@ -1,7 +1,8 @@
-"""Carries plans out on tensors: the runtime's one interpreter of the vocabulary. It never asks which policy it runs.
+"""Carries plans out on tensors: the runtime's one interpreter of the vocabulary. It never asks which policy
+it runs.
 
-A step works on what the last step it waits for has left; a piece of a chunked plan goes through all steps before the
-next one begins. Collectives are reported to the ledger, one row each.
+A step works on what the last step it waits for has left; a piece of a chunked plan goes through all steps
+before the next one begins. Collectives are reported to the ledger, one row each.
 """
 
 from collections.abc import Sequence
@@ -154,8 +155,8 @@ class Interpreter:
 class NullInterpreter(Interpreter):
     """Sends and quantizes nothing, so that a step's computation can be timed in the same engine.
 
-    A gather repeats the local shard, a reduction keeps the own slice: right in shape, wrong in value. Spans are
-    recorded where the real one would; rows are not, for nothing was sent.
+    A gather repeats the local shard, a reduction keeps the own slice: right in shape, wrong in value. Spans
+    are recorded where the real one would; rows are not, for nothing was sent.
     """
 
     def _run(
@@ -292,7 +293,8 @@ class _Piece:
         size, index = (group.size, group.index) if group is not None else (1, 0)
         if value.slices % size:
             raise ValueError(
-                f"plan '{self.plan.describe()}': {value.slices} slices cannot be shared out over {size} ranks of "
+                f"plan '{self.plan.describe()}': {value.slices} slices cannot be shared out over {size} "
+                "ranks of "
                 f"{step.exact_own!r}"
             )
         segments = self.segments if step.per_parameter else (self.numel,)
@@ -323,7 +325,8 @@ class _Piece:
             )
         if isinstance(step, AllToAll | ReduceScatter) and value.slices % group.size:
             raise ValueError(
-                f"plan '{self.plan.describe()}': {type(step).__name__} over {group.size} ranks of {step.axis!r} "
+                f"plan '{self.plan.describe()}': {type(step).__name__} over {group.size} ranks of "
+                f"{step.axis!r} "
                 f"cannot share out {value.slices} slices evenly"
             )
         exact = value.step.exact_own if isinstance(value, Coded) else None

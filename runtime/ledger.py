@@ -1,8 +1,8 @@
 """What this rank communicated: one row for each collective, the spans, and the decisions behind them.
 
-Bytes come from beneath (`dispatch`): what reached torch.distributed, not what somebody meant to send. The interpreter
-only says which sends belong together (`collective`); anything dispatched outside of that is a row of its own, on the
-stream `library`.
+Bytes come from beneath (`dispatch`): what reached torch.distributed, not what somebody meant to send. The
+interpreter only says which sends belong together (`collective`); anything dispatched outside of that is a row
+of its own, on the stream `library`.
 """
 
 import threading

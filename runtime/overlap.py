@@ -1,8 +1,8 @@
 """Overlap on gloo: one communication thread a rank, first in first out, as a stream would be.
 
-FSDP2 blocks in its collectives on a CPU. Here a gather is queued and FSDP2 waits for its Work where it needs the
-weights; a reduction is queued and waited for before the optimizer. Ranks queue in the same order, so the thread's
-collectives match.
+FSDP2 blocks in its collectives on a CPU. Here a gather is queued and FSDP2 waits for its Work where it needs
+the weights; a reduction is queued and waited for before the optimizer. Ranks queue in the same order, so the
+thread's collectives match.
 """
 
 import queue
@@ -46,8 +46,8 @@ class Queued(dist.Work):
 class CommThread:
     """Runs tasks in the order in which they come.
 
-    After a task has failed the later ones are not run (their peers would wait for a rank that has lost its place):
-    they fail with the same error.
+    After a task has failed the later ones are not run (their peers would wait for a rank that has lost its
+    place): they fail with the same error.
     """
 
     def __init__(self, ledger: Ledger) -> None:

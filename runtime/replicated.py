@@ -1,8 +1,9 @@
 """Training with whole weights on every rank: plain data parallelism and the parameter server.
 
-Not torch's DistributedDataParallel: it sums gradients in buckets that cut across units, so a plan could not be given
-for one unit nor a byte be laid to one, and it has no word for a server. Here a unit's weights and gradients are one
-flat tensor each, of which the parameters are views; when the last gradient of a unit is there, its plan runs.
+Not torch's DistributedDataParallel: it sums gradients in buckets that cut across units, so a plan could not
+be given for one unit nor a byte be laid to one, and it has no word for a server. Here a unit's weights and
+gradients are one flat tensor each, of which the parameters are views; when the last gradient of a unit is
+there, its plan runs.
 """
 
 from collections.abc import Mapping
@@ -47,8 +48,8 @@ class _Unit:
 class ReplicatedEngine:
     """A `wrap.CommEngine`.
 
-    Weights are computed with in the wire's dtype; the optimizer steps fp32 masters, on every rank or on the server.
-    All ranks must begin with the same weights.
+    Weights are computed with in the wire's dtype; the optimizer steps fp32 masters, on every rank or on the
+    server. All ranks must begin with the same weights.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class ReplicatedEngine:
         self._precision = precision
         self._owner = policy.placement is not Placement.server or self._rank == SERVER
         # Reductions beside the backward pass, on GPUs.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._micro_batch, self._num_micro_batches = 0, 1
         self._handles: list[Any] = []
         inside = {id(p): name for name, module in units.items() if name != ROOT for p in module.parameters()}
@@ -115,7 +116,7 @@ class ReplicatedEngine:
                 continue
             whole = unit.gradients.float()
             for (name, owned), gradient in zip(
-                unit.owned.items(), whole.split(list(unit.segments)), strict=True
+                unit.owned.items(), torch.split(whole, list(unit.segments)), strict=True
             ):
                 if unit.parameters[name].requires_grad:
                     owned.grad = gradient.view_as(owned)
@@ -214,20 +215,20 @@ class ReplicatedEngine:
             weights = whole
         unit = _Unit(name, parameters, weights, torch.zeros_like(weights), masters)
         splits = list(unit.segments)
-        flats = zip(weights.split(splits), unit.gradients.split(splits), strict=True)
+        flats = zip(torch.split(weights, splits), torch.split(unit.gradients, splits), strict=True)
         for parameter, (weight, gradient) in zip(parameters.values(), flats, strict=True):
             parameter.data = weight.view_as(parameter)
             if parameter.requires_grad:
                 parameter.grad = gradient.view_as(parameter)
-                self._handles.append(
-                    parameter.register_post_accumulate_grad_hook(partial(self._gradient_ready, unit))
-                )
+                hook = partial(self._gradient_ready, unit)
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
         if masters is weights:
             unit.owned = dict(parameters)
         elif masters is not None:
             unit.owned = {
                 n: nn.Parameter(master.view_as(p), requires_grad=p.requires_grad)
-                for (n, p), master in zip(parameters.items(), masters.split(splits), strict=True)
+                for (n, p), master in zip(parameters.items(), torch.split(masters, splits), strict=True)
             }
         return unit
 

@@ -1,7 +1,9 @@
-"""Ring reduce-scatter on sends and receives: g - 1 times one slice to the next rank (Patarasuk and Yuan, 2009).
+"""Ring reduce-scatter on sends and receives: g - 1 times one slice to the next rank (Patarasuk and Yuan,
+2009).
 
-Slice j starts at rank j + 1, gathers the slices of all on its way and ends at rank j. The partial sum is sent, and so
-rounded, in the dtype of the input; with a codec it is quantized before each send and added in fp32.
+Slice j starts at rank j + 1, gathers the slices of all on its way and ends at rank j. The partial sum is
+sent, and so rounded, in the dtype of the input; with a codec it is quantized before each send and added in
+fp32.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """hpZ's secondary shards: what a rank keeps of the weights that it gathered (ZeRO++, section 3.2).
 
-Whether a copy is good follows from the path of the program alone, which is the same on all ranks, and never from
-looking at data: ranks that disagree would wait for each other for ever.
+Whether a copy is good follows from the path of the program alone, which is the same on all ranks, and never
+from looking at data: ranks that disagree would wait for each other for ever.
 """
 
 from collections.abc import Callable, Iterable
@@ -53,7 +53,8 @@ class WeightsWatch:
     def __init__(self, modules: Iterable[nn.Module], changed: Callable[[], None]) -> None:
         self._handles = [register_optimizer_step_post_hook(lambda *_: changed())]
         for module in modules:
-            self._handles.append(module.register_load_state_dict_post_hook(lambda *_: changed()))
+            watch = module.register_load_state_dict_post_hook(lambda *_: changed())  # type: ignore[no-untyped-call]
+            self._handles.append(watch)
 
     def remove(self) -> None:
         for handle in self._handles:

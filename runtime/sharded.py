@@ -1,7 +1,7 @@
 """A policy's plans inside FSDP2: custom all-gather and reduce-scatter hooks on every unit.
 
-What FSDP2 decides (when a unit is gathered or reduced) stays its own; what is then sent is the plan's. The hooks
-work on any model under `fully_shard`, so `attach` uses them in loops that know nothing of this package.
+What FSDP2 decides (when a unit is gathered or reduced) stays its own; what is then sent is the plan's. The
+hooks work on any model under `fully_shard`, so `attach` uses them in loops that know nothing of this package.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,9 +27,10 @@ ROOT = "root"
 class ShardedHooks:
     """Puts a policy into a model under FSDP2.
 
-    Weights that changed are noticed by any optimizer's step and by any load_state_dict; `weights_changed` says it
-    for other ways. Then no secondary copy is used any more, and units that a forward without gradients has left
-    gathered are resharded before the next forward (without that they would compute with old weights).
+    Weights that changed are noticed by any optimizer's step and by any load_state_dict; `weights_changed`
+    says it for other ways. Then no secondary copy is used any more, and units that a forward without
+    gradients has left gathered are resharded before the next forward (without that they would compute with
+    old weights).
 
     Args:
         units: Every FSDP module by its name, "root" for the model itself.
@@ -110,7 +111,8 @@ class ShardedHooks:
             self.ledger.decided(event, plan)
             if plan is not None:
                 raise ValueError(
-                    f"policy {self.policy.name!r} publishes {name} by '{plan.describe()}': only a replicated or "
+                    f"policy {self.policy.name!r} publishes {name} by '{plan.describe()}': only a "
+                    "replicated or "
                     "server placement can, a sharded one gathers what it needs"
                 )
 
@@ -162,7 +164,8 @@ class ShardedHooks:
         self.ledger.decided(event, plan)
         if plan is None:
             raise RuntimeError(
-                f"policy {self.policy.name!r} leaves the gradients of {hooks.name} on this rank at {event}, but "
+                f"policy {self.policy.name!r} leaves the gradients of {hooks.name} on this rank at "
+                f"{event}, but "
                 "FSDP2 reduces them; call begin_micro_batch before each forward"
             )
         segments = hooks.segments(output.numel())
@@ -231,19 +234,15 @@ class _UnitHooks:
     def segments(self, numel: int) -> tuple[int, ...]:
         """Lengths of the parameters in a slice of `numel` elements.
 
-        FSDP2 gathers all parameters of the unit, but reduces only those that got a gradient. A slice that fits
-        neither all nor all trainable ones is taken as one range.
+        FSDP2 gathers all parameters of the unit, but reduces only those that got a gradient. A slice that
+        fits neither all nor all trainable ones is taken as one range.
         """
         known = self._segments.get(numel)
         if known is None:
-            for choice in (
-                self._shapes(trainable=False),
-                self._shapes(trainable=True),
-                [(self._world * numel,)],
-            ):
-                known = shard_segments(choice, self._world)
-                if sum(known) == numel:
-                    break
+            choices = [
+                shard_segments(self._shapes(trainable=trainable), self._world) for trainable in (False, True)
+            ]
+            known = next((choice for choice in choices if sum(choice) == numel), (numel,))
             self._segments[numel] = known
         return known
 
@@ -259,13 +258,16 @@ class _UnitHooks:
     def check(self, group: dist.ProcessGroup) -> None:
         if group.size() != self._world:
             raise RuntimeError(
-                f"{self.name} is sharded over {group.size()} ranks, but the policy's mesh has {self._world}: it "
+                f"{self.name} is sharded over {group.size()} ranks, but the policy's mesh has "
+                f"{self._world}: it "
                 "must be sharded over the whole world"
             )
 
 
 class _Allocates:
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -299,8 +301,8 @@ class _Reduce(_Allocates, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         self._unit.check(group)
-        # Under fp16 FSDP2 divides by itself, before and after. With a divide factor of the user's it passes a third
-        # operator, which would be taken for a plain sum.
+        # Under fp16 FSDP2 divides by itself, before and after. With a divide factor of the user's it passes a
+        # third operator, which would be taken for a plain sum.
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise RuntimeError(
                 f"{self._unit.name}: FSDP2 asks for {op}; only AVG and SUM are served, so leave "

@@ -1,9 +1,11 @@
 """Training under FSDP2 (ZeRO 1-3, ZeRO++): each rank owns a part of every weight."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,8 +23,8 @@ from .sharded import ROOT, ShardedHooks
 class ShardedEngine:
     """A `wrap.CommEngine`. All units, the root too, are resharded as the policy says.
 
-    Gradients are reduced in the wire's dtype. With overlap FSDP2 reduces in fp32 and the hook casts: a cast of
-    FSDP2's own would read the sum before it is there.
+    Gradients are reduced in the wire's dtype. With overlap FSDP2 reduces in fp32 and the hook casts: a cast
+    of FSDP2's own would read the sum before it is there.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class ShardedEngine:
         self._model = model
         self._thread = thread
         self._ledger = interpreter.ledger
-        self._rank = interpreter.groups.rank
+        self._rank, self._world = interpreter.groups.rank, interpreter.mesh.num_ranks
         options: dict[str, Any] = {
             "mesh": device_mesh(interpreter.mesh, device),
             "reshard_after_forward": policy.reshard_after_forward,
@@ -79,13 +81,15 @@ class ShardedEngine:
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> float | None:
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        total = get_total_norm(gradients)
-        # The norm of DTensors is still a part on each rank: this is the one all-reduce.
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        gradients = [_local(p.grad) for p in self._parameters.values() if p.grad is not None]
+        # Not clip_grad_norm_: on DTensors it sends the norms of all parameters, where one number does.
+        square = get_total_norm(gradients).float().square()
+        if self._world > 1:
+            dist.all_reduce(square)
+        norm = float(square.sqrt())
         factor = clip_factor(norm, max_norm)
         if factor < 1:
-            torch._foreach_mul_([_local(gradient) for gradient in gradients], factor)
+            torch._foreach_mul_(gradients, factor)
         return norm
 
     def check_finite(self) -> None:
@@ -129,9 +133,8 @@ class ShardedEngine:
 
 
 def _prefetch(units: Mapping[str, FSDPModule]) -> None:
-    """Let each unit ask for the next one's weights before it computes, and wait only where it needs its own."""
-    modules = list(units.values())
-    for module, following in zip(modules[:-1], modules[1:], strict=True):
+    """Let each unit ask for the next one's weights before it computes, and wait only for its own."""
+    for module, following in itertools.pairwise(units.values()):
         module.set_modules_to_forward_prefetch([following])
     units[ROOT]._set_unshard_async_op(True)
 

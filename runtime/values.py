@@ -1,8 +1,10 @@
 """What a tensor is between two steps of a plan: plain, quantized, or a sum that nobody has needed yet.
 
-Decoding and adding up wait until it is known what they are for, so that the kernels can do several steps in one pass.
+Decoding and adding up wait until it is known what they are for, so that the kernels can do several steps in
+one pass.
 
-Shape letters: S slices, n elements of a slice (of the present chunk), P parts to be added up, w bytes of a message.
+Shape letters: S slices, n elements of a slice (of the present chunk), P parts to be added up, w bytes of a
+message.
 """
 
 from dataclasses import dataclass
@@ -43,7 +45,8 @@ class Plain:
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """Messages of `slices` slices in `parts` parts; `own` [slices of one part, n] was left exact, and is not among them.
+    """Messages of `slices` slices in `parts` parts; `own` [slices of one part, n] was left exact, and is not
+    among them.
 
     Before an all-to-all the rows of `messages` are slices; after it there is one row for each part.
     """
@@ -73,7 +76,7 @@ Value = Plain | Coded | Sum
 
 
 def quantize(value: Plain | Sum, step: Quantize, codec: Codec, *, size: int, index: int) -> Coded:
-    """All slices as messages, but for those that a rank at place `index` of `size` keeps (`step.exact_own`)."""
+    """All slices as messages, but for those that the rank at place `index` of `size` keeps exact."""
     slices = value.slices
     exact = step.exact_own is not None
     run = slices // size

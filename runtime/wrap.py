@@ -35,8 +35,9 @@ class HasUnits(Protocol):
 class CommEngine(Protocol):
     """Trains a model under a policy. A step is:
 
-    begin_micro_batch, forward through `model`, backward, for each micro-batch; finish_gradients; then, as wanted,
-    clip_gradients and check_finite; the optimizer's step over `parameters`; after_optimizer_step; zero_grad.
+    begin_micro_batch, forward through `model`, backward, for each micro-batch; finish_gradients; then, as
+    wanted, clip_gradients and check_finite; the optimizer's step over `parameters`; after_optimizer_step;
+    zero_grad.
     """
 
     @property
@@ -65,11 +66,11 @@ class CommEngine(Protocol):
         ...
 
     def check_finite(self) -> None:
-        """Raise RuntimeError naming the parameter whose gradient holds Inf or NaN on this rank. Sends nothing."""
+        """Raise RuntimeError naming a parameter whose gradient holds Inf or NaN here. Sends nothing."""
         ...
 
     def after_optimizer_step(self) -> None:
-        """The weights have changed (or the step was skipped, on all ranks): publish them where that is needed."""
+        """The weights have changed (or all ranks skipped the step): publish them where needed."""
         ...
 
     def zero_grad(self) -> None: ...
@@ -174,7 +175,8 @@ def check_overlap(
     """
     if precision is Precision.fp16:
         raise ValueError(
-            "comm.overlap=true with precision=fp16: FSDP2 divides a gradient before its reduction has ended; use "
+            "comm.overlap=true with precision=fp16: FSDP2 divides a gradient before its reduction has "
+            "ended; use "
             "bf16, or comm.overlap=false"
         )
     early = any(
@@ -184,6 +186,8 @@ def check_overlap(
     )
     if early:
         raise ValueError(
-            f"comm.overlap=true with batch.accumulation={micro_batches}: {policy.name!r} reduces every micro-batch, "
-            "and FSDP2 adds up gradients whose reduction has not ended; use accumulation 1, or comm.overlap=false"
+            f"comm.overlap=true with batch.accumulation={micro_batches}: {policy.name!r} reduces every "
+            "micro-batch, "
+            "and FSDP2 adds up gradients whose reduction has not ended; use accumulation 1, or "
+            "comm.overlap=false"
         )

@@ -106,9 +106,7 @@ class Engine:
                 weights.gathered.clear()
         rules.drain()
         if self._clip:
-            # clip_grad_norm_ stacks the norms of all tensors before it sums over ranks
-            tensors = len(self._root.tensors) + len(self._blocks) * len(self._blocks[0].tensors)
-            self._all_reduce(rules, "step", tensors)
+            self._all_reduce(rules, "step", 1)
         root_only = self._policy.placement is Placement.server
         rules.local("step", "", "step", Work("step"), only_root=root_only)
         rules.drain()

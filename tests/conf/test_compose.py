@@ -99,9 +99,7 @@ def test_a_mixture_of_experts_is_counted_and_refused(tmp_path: Path) -> None:
     }
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    with pytest.raises(
-        ValueError, match=r"[\d,]+ parameters, [\d,]+ active: expert parallelism"
-    ):
+    with pytest.raises(ValueError, match=r"[\d,]+ parameters, [\d,]+ active: expert parallelism"):
         compose(["target=sim", "model=hf", f"model.config_json={path}"])
 
 

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: a model with odd sizes, policies by name, and the rank's main function."""
+"""What the scripts of this folder share: a model of odd sizes, policies by name, a main function."""
 
 import faulthandler
 import sys
@@ -120,7 +120,7 @@ def batch(*, step: int, micro_batch: int, rank: int) -> Tensor:
 def train_step(
     engine: CommEngine, ledger: Ledger, *, step: int, micro_batches: int, same_data: bool = False
 ) -> float:
-    """Forward and backward of all micro-batches; the gradients are then complete. The mean loss of this rank."""
+    """Forward and backward of all micro-batches, to complete gradients. This rank's mean loss."""
     rank = 0 if same_data else dist.get_rank()
     total = 0.0
     ledger.at(iteration=step, phase="forward")

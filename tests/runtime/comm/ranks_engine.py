@@ -71,7 +71,7 @@ def gradients() -> dict[str, float]:
 
 
 def ledgers() -> dict[str, list[tuple[Any, ...]]]:
-    """One clipped iteration with one block, as (stream, phase, layer, op, axis, group, payload, wire, inter)."""
+    """One clipped iteration of one block: (stream, phase, layer, op, axis, group, payload, wire, inter)."""
     found = {}
     for name in ("zero3", "zeropp"):
         policy = policy_of(name, world=4, ranks_per_node=RANKS_PER_NODE)
@@ -130,7 +130,7 @@ def losses() -> dict[str, list[str]]:
 
 
 def freshness() -> dict[str, float]:
-    """How far losses are from those of one process, where weights change while units are gathered or copied."""
+    """How far losses are from one process's, where weights change while units are gathered or copied."""
     world = dist.get_world_size()
     worst = {}
     for name in ("ddp", "ps", "zero1", "zero2", "zero3", "hpz", "hpz_step"):
@@ -189,14 +189,16 @@ def quantized() -> dict[str, tuple[float, float]]:
     for name in ("qgz", "one_hop", "ring", "zeropp", "chunked"):
         for same_data in (True, False):
             policy = (
-                Chunked() if name == "chunked" else policy_of(name, world=world, ranks_per_node=RANKS_PER_NODE)
+                Chunked()
+                if name == "chunked"
+                else policy_of(name, world=world, ranks_per_node=RANKS_PER_NODE)
             )
             engine, ledger = engine_of(policy, ranks_per_node=RANKS_PER_NODE)
             train_step(engine, ledger, step=0, micro_batches=1, same_data=same_data)
             got = engine.full_gradients()
             single = Tiny()
             want = reference_gradients(single, step=0, micro_batches=1, world=world, same_data=same_data)
-            largest = {key: 0.0 for key in want}  # of one rank's gradient, in each parameter
+            largest = dict.fromkeys(want, 0.0)  # of one rank's gradient, in each parameter
             for rank in range(world):
                 single.zero_grad()
                 single(batch(step=0, micro_batch=0, rank=0 if same_data else rank)).backward()
@@ -217,7 +219,7 @@ def quantized() -> dict[str, tuple[float, float]]:
 
 
 def error_bound(name: str, largest: float, *, world: int) -> float:
-    """Half a step for each value that was quantized on its way, over the world size; steps are largest / 7."""
+    """Half a step for each value quantized on its way, over the world size; a step is largest / 7."""
     half = 1 / 14 if name != "chunked" else 1 / 254
     if name in ("one_hop", "chunked"):
         return (world - 1) * largest * half / world

@@ -92,14 +92,19 @@ def test_a_paced_unit_takes_its_time_and_laps_add_up():
     gradients(model)
     clock = Laps()
     model.clock = clock
-    model.emulate(1e8, sequence=17, micro=2)
-    start_ns = clock.start()
-    loss = model(tokens(), tokens())
-    clock.lap("forward/root")
-    loss.backward()
-    end_ns = clock.stop("backward/root")
-    times = totals_ns(clock.laps)
-    assert list(times) == [
+    model.emulate(1e7, sequence=17, micro=2)  # much longer than a busy machine needs for it
+    fastest = {}
+    for _ in range(3):  # a neighbour can only make it longer
+        clock.laps.clear()
+        start_ns = clock.start()
+        loss = model(tokens(), tokens())
+        clock.lap("forward/root")
+        loss.backward()
+        end_ns = clock.stop("backward/root")
+        times = totals_ns(clock.laps)
+        assert sum(times.values()) == end_ns - start_ns
+        fastest = {name: min(time_ns, fastest.get(name, time_ns)) for name, time_ns in times.items()}
+    assert list(fastest) == [
         "forward/root",
         "forward/block.0",
         "forward/block.1",
@@ -107,11 +112,10 @@ def test_a_paced_unit_takes_its_time_and_laps_add_up():
         "backward/block.1",
         "backward/block.0",
     ]
-    assert sum(times.values()) == end_ns - start_ns
-    block_ns = 1e9 * 2 * (34 * 36 * (108 + 36 + 2 * 144) + 2 * 2 * 17 * 17 * 36) / 1e8
+    block_ns = 1e9 * 2 * (34 * 36 * (108 + 36 + 2 * 144) + 2 * 2 * 17 * 17 * 36) / 1e7
     for name in ("block.0", "block.1"):
-        assert block_ns <= times[f"forward/{name}"] < 1.5 * block_ns
-        assert 2 * block_ns <= times[f"backward/{name}"] < 2.5 * block_ns
+        assert block_ns <= fastest[f"forward/{name}"] < 1.5 * block_ns
+        assert 2 * block_ns <= fastest[f"backward/{name}"] < 2.5 * block_ns
 
 
 def test_other_families_are_refused():

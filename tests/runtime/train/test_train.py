@@ -83,7 +83,7 @@ def done(tmp_path_factory):
         ),
         case("synthetic", "data=synthetic", "model.vocab=50"),
         case("calibrated", "batch.accumulation=2", kind="calibrate"),
-        case("paced", "cluster.emulated_flops_per_s=1e8", kind="calibrate", iterations=4),
+        case("paced", "cluster.emulated_flops_per_s=1e7", kind="calibrate", warmup=1, iterations=3),
     ]
     outcome = launch(folder, cases)
     assert outcome.exit_code == 0, outcome.error
@@ -195,7 +195,7 @@ def test_calibrated_parts_add_up_to_the_iteration(done):
         }
         assert found.sum_ns == pytest.approx(found.iteration_ns, rel=0.02)
     assert found.micro_batches == 1
-    block_ns = 1e9 * 2 * 16 * (32 * (96 + 32 + 256) + 2 * 32 * 16) / 1e8
+    block_ns = 1e9 * 2 * 16 * (32 * (96 + 32 + 256) + 2 * 32 * 16) / 1e7
     for unit in units[1:]:
         assert found.compute_ns[f"forward/{unit}"] == pytest.approx(block_ns, rel=0.6)
         assert found.compute_ns[f"forward/{unit}"] >= block_ns
