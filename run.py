@@ -42,7 +42,7 @@ class ExperimentError(Exception):
     """The experiment cannot be run, or has failed; the message is for the user."""
 
 
-@hydra.main(config_path=CONFIG_PATH, config_name=CONFIG_NAME, version_base="1.3")
+@hydra.main(config_path=CONFIG_PATH, config_name=CONFIG_NAME, version_base="1.3")  # type: ignore[untyped-decorator]
 def _hydra_main(config: DictConfig) -> None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode

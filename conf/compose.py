@@ -201,8 +201,8 @@ def _check_runtime(experiment: ExperimentConf, spec: ModelSpec) -> None:
     if spec.family not in RUNTIME_FAMILIES:
         raise ValueError(
             f"model={spec.name} of family {spec.family} cannot be trained here (target={target}): the "
-            f"runtime has families {list(RUNTIME_FAMILIES)}; use target=sim, or attach(model, comm) in a loop "
-            "of your own"
+            f"runtime has families {list(RUNTIME_FAMILIES)}; use target=sim, or attach(model, comm) in your "
+            "own loop"
         )
     if experiment.data.name == "text" and spec.vocab < 256:
         raise ValueError(f"model.vocab={spec.vocab} must be >= 256 with data=text, whose tokens are bytes")

@@ -1,7 +1,7 @@
 """Measures this cluster: collectives, codecs, copies and matmuls. `twinbed-probe` writes a cluster's YAML.
 
-Collectives are measured whole. What of them is a fixed cost the simulator finds out for itself, by taking off what
-its network needs for them (`sim.constants`).
+Collectives are measured whole. What of them is a fixed cost the simulator finds out for itself, by taking off
+what its network needs for them (`sim.constants`).
 """
 
 import argparse

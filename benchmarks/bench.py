@@ -1,0 +1,41 @@
+"""All benchmarks, one after the other: `make bench`. Figures are ratios within one run of a quiet machine.
+
+`python benchmarks/bench.py NAME ...` runs some of them.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+
+import codec_speed
+import convergence
+import overhead
+import prediction
+import rivals
+import simulator_speed
+
+BENCHMARKS: dict[str, tuple[str, Callable[[], None]]] = {
+    "codec": ("speed of the quantization kernels", codec_speed.main),
+    "simulator": ("speed of the simulator", simulator_speed.main),
+    "rivals": ("error of qgZ and its rivals against the number of ranks", rivals.main),
+    "overhead": ("cost of the policy path", overhead.main),
+    "prediction": ("truth of the predictions", lambda: prediction.main([])),
+    "convergence": ("convergence under quantization", lambda: convergence.main([])),
+}
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(BENCHMARKS)
+    for name in names:
+        if name not in BENCHMARKS:
+            sys.exit(f"no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
+    for name in names:
+        title, run = BENCHMARKS[name]
+        print(f"\n== {name}: {title}\n", flush=True)
+        started = time.monotonic()
+        run()
+        print(f"({time.monotonic() - started:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()
