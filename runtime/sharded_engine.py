@@ -16,6 +16,7 @@ from ..policies.comm import CommPolicy
 from .gradients import clip_factor, is_finite
 from .groups import device_mesh
 from .interpreter import Interpreter
+from .ledger import LIBRARY_STREAM
 from .overlap import CommThread
 from .sharded import ROOT, ShardedHooks
 
@@ -85,7 +86,8 @@ class ShardedEngine:
         # Not clip_grad_norm_: on DTensors it sends the norms of all parameters, where one number does.
         square = get_total_norm(gradients).float().square()
         if self._world > 1:
-            dist.all_reduce(square)
+            with self._ledger.span(LIBRARY_STREAM, "all_reduce"):
+                dist.all_reduce(square)
         norm = float(square.sqrt())
         factor = clip_factor(norm, max_norm)
         if factor < 1:
