@@ -176,9 +176,7 @@ def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...],
     else:
         measured = json.loads((folder / PROBE / "probe.json").read_text(encoding="utf-8"))
         calibration = json.loads((folder / CALIBRATION / "calibration.json").read_text(encoding="utf-8"))
-        cluster = cluster_with(
-            composed.resolved["cluster"], measured, calibration["compute_ns"], one_machine=True
-        )
+        cluster = cluster_with(composed.resolved["cluster"], measured, calibration, one_machine=True)
         experiment = load_experiment(composed.resolved | {"cluster": cluster})
         experiment = with_fixed_costs(experiment, composed.spec, policy)  # so that the record shows them
         predicted = replace(composed, experiment=experiment, resolved=to_dict(experiment))

@@ -143,7 +143,7 @@ def launch(shape: Shape, folder: Path, number: int) -> tuple[list[Row], str | No
         found = json.loads(
             (folder / calibrations[calibration_keys(overrides)] / "calibration.json").read_text()
         )
-        cluster = cluster_with(one.resolved["cluster"], merged(probes), found["compute_ns"], one_machine=True)
+        cluster = cluster_with(one.resolved["cluster"], merged(probes), found, one_machine=True)
         policy = _policy(one)
         experiment = with_fixed_costs(load_experiment(one.resolved | {"cluster": cluster}), one.spec, policy)
         sim = simulate(experiment, spec=one.spec, policy=policy).result

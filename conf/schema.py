@@ -140,6 +140,10 @@ class HostConf:
     # bytes: "all_gather/world/512"; the simulator takes what the network needs off and has op_ns
     codec_ns: dict[str, int] = field(default_factory=dict)  # fixed cost of one codec call: "encode8"
     codec_ns_per_element: dict[str, float] = field(default_factory=dict)  # "encode8", "decode4", ...
+    codec_step_ns: int = (
+        0  # all codec work of one optimizer step, where it was measured in its place: the simulator
+    )
+    # scales the two above to it (a probe's buffers are warm, a run's are not)
     compute_ns: dict[str, int] = field(default_factory=dict)  # wall time of one rank while all compute:
     # "forward/root", "forward/block.0", "backward/block.0", "step"; empty: the device's roofline
 

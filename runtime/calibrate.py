@@ -1,4 +1,4 @@
-"""How long each unit computes when nothing is communicated: what the simulator replays."""
+"""How long each unit computes, and how long quantizing takes, when nothing is sent: what the simulator replays."""
 
 import json
 from collections.abc import Sequence
@@ -8,16 +8,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..analysis.record import write_text
+from ..analysis.record import Span, write_text
 from ..conf.compose import load_experiment
 from ..conf.schema import ExperimentConf
 from .case import Case
-from .laps import Lap, totals_ns
+from .laps import Lap
+from .ledger import QUANTIZE_STREAM
 from .trainer import Trainer
 from .worker import WorkerContext
 
 CALIBRATION = "calibration.json"
-_WARMUP, _ITERATIONS = 3, 8
+_WARMUP, _ITERATIONS = 3, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +27,16 @@ class Calibration:
 
     Attributes:
         compute_ns: "forward/root", "forward/block.0", ..., "backward/root", ...: of one micro-batch; "step":
-            of one optimizer step (data, clipping, optimizer). FSDP's own copies are in them.
+            of one optimizer step (data, clipping, optimizer). FSDP's own copies are in them, quantizing is not.
+        quantize_ns: All encoding and decoding of one optimizer step, in its place: caches are as cold, and
+            buffers as new, as in a run.
         iteration_ns: The same iterations by the clock, start to end.
         micro_batches: Of a step.
         spread: (slowest - fastest) / mean of the iterations that were used.
     """
 
     compute_ns: dict[str, int]
+    quantize_ns: int
     iteration_ns: int
     micro_batches: int
     spread: float
@@ -41,7 +45,7 @@ class Calibration:
     def sum_ns(self) -> int:
         """An iteration put together from its parts."""
         once = self.compute_ns.get("step", 0)
-        return once + self.micro_batches * (sum(self.compute_ns.values()) - once)
+        return once + self.quantize_ns + self.micro_batches * (sum(self.compute_ns.values()) - once)
 
 
 def run_calibration(case: Case, context: WorkerContext) -> None:
@@ -73,7 +77,7 @@ def read_calibration(folder: Path) -> Calibration:
 def calibrate(
     experiment: ExperimentConf, context: WorkerContext, *, warmup: int, iterations: int
 ) -> Calibration:
-    """Run some steps of the same engine with an interpreter that sends nothing; call it on all ranks.
+    """Run some steps of the same engine with collectives that send nothing; call it on all ranks.
 
     All ranks start each iteration together, so that they compete for the cores as in a real one. Of the
     iterations the half whose total time is nearest the middle counts, and parts are means over it: they add
@@ -90,39 +94,49 @@ def calibrate(
             context.beat(number)
             trainer.step(trainer.first_step + number)
         laps, steps_ns = trainer.laps.laps, trainer.progress.steps_ns
+        codec = [span for span in trainer.ledger.spans if span.stream == QUANTIZE_STREAM]
     finally:
         trainer.close()
     k = experiment.batch.accumulation
-    own = _middle_half(laps, steps_ns[warmup:], micro_batches=k)
+    own = _middle_half(laps, codec, steps_ns[warmup:], micro_batches=k)
     gathered: list[Any] = [None] * context.num_ranks
     dist.all_gather_object(gathered, own)
     return _mean(gathered, micro_batches=k)
 
 
 def _middle_half(
-    laps: Sequence[Lap], steps_ns: Sequence[tuple[int, int]], *, micro_batches: int
-) -> tuple[dict[str, float], float, float]:
-    """(parts of a micro-batch and "step", iteration, spread), nanoseconds."""
+    laps: Sequence[Lap], codec: Sequence[Span], steps_ns: Sequence[tuple[int, int]], *, micro_batches: int
+) -> tuple[dict[str, float], float, float, float]:
+    """(parts of a micro-batch and "step", quantizing of a step, iteration, spread), nanoseconds."""
     ranked = sorted(steps_ns, key=lambda step: step[1] - step[0])
     quarter = len(ranked) // 4
     kept = ranked[quarter : len(ranked) - quarter]
     parts: dict[str, float] = {}
+    quantize = 0.0
     for start, end in kept:
-        inside = [lap for lap in laps if lap.start_ns >= start and lap.end_ns <= end]
-        for name, total in totals_ns(inside).items():
-            share = total if name == "step" else total / micro_batches
-            parts[name] = parts.get(name, 0.0) + share / len(kept)
+        spans = [span for span in codec if span.start_ns >= start and span.end_ns <= end]
+        quantize += sum(span.end_ns - span.start_ns for span in spans) / len(kept)
+        for lap in laps:
+            if lap.start_ns < start or lap.end_ns > end:
+                continue
+            took = lap.end_ns - lap.start_ns
+            took -= sum(s.end_ns - s.start_ns for s in spans if lap.start_ns <= s.start_ns < lap.end_ns)
+            share = took if lap.name == "step" else took / micro_batches
+            parts[lap.name] = parts.get(lap.name, 0.0) + share / len(kept)
     lengths = [end - start for start, end in kept]
     mean = sum(lengths) / len(lengths)
-    return parts, mean, (max(lengths) - min(lengths)) / mean
+    return parts, quantize, mean, (max(lengths) - min(lengths)) / mean
 
 
-def _mean(ranks: Sequence[tuple[dict[str, float], float, float]], *, micro_batches: int) -> Calibration:
+def _mean(
+    ranks: Sequence[tuple[dict[str, float], float, float, float]], *, micro_batches: int
+) -> Calibration:
     names = ranks[0][0]
     n = len(ranks)
     return Calibration(
-        compute_ns={name: round(sum(parts[name] for parts, _, _ in ranks) / n) for name in names},
-        iteration_ns=round(sum(iteration for _, iteration, _ in ranks) / n),
+        compute_ns={name: round(sum(parts[name] for parts, _, _, _ in ranks) / n) for name in names},
+        quantize_ns=round(sum(quantize for _, quantize, _, _ in ranks) / n),
+        iteration_ns=round(sum(iteration for _, _, iteration, _ in ranks) / n),
         micro_batches=micro_batches,
-        spread=max(spread for _, _, spread in ranks),
+        spread=max(spread for _, _, _, spread in ranks),
     )

@@ -152,44 +152,6 @@ class Interpreter:
             out_Tn.div_(self.mesh.num_ranks)
 
 
-class NullInterpreter(Interpreter):
-    """Sends and quantizes nothing, so that a step's computation can be timed in the same engine.
-
-    A gather repeats the local shard, a reduction keeps the own slice: right in shape, wrong in value. Spans
-    are recorded where the real one would; rows are not, for nothing was sent.
-    """
-
-    def _run(
-        self,
-        plan: Plan,
-        unit: str,
-        x_Sn: Tensor,
-        out_Tn: Tensor,
-        segments: Sequence[int],
-        copies: CopyStore | None,
-        *,
-        mean: bool,
-    ) -> None:
-        with self.ledger.span(plan.stream, f"nothing {unit}"):
-            if len(out_Tn) > len(x_Sn):
-                out_Tn.copy_(x_Sn.clone().expand_as(out_Tn))
-            elif len(out_Tn) < len(x_Sn):
-                out_Tn.copy_(x_Sn[self.groups.rank :][:1])
-
-    def gather(
-        self,
-        plan: Plan,
-        *,
-        unit: str,
-        shard: Tensor,
-        out: Tensor,
-        segments: Sequence[int],
-        copies: CopyStore | None = None,
-    ) -> None:
-        out_Wn = out.view(self.mesh.num_ranks, -1)
-        self._run(plan, unit, shard.view(1, -1), out_Wn, segments, copies, mean=False)
-
-
 def cut_segments(segments: Sequence[int], start: int, end: int) -> tuple[int, ...]:
     """What of each range lies in [start, end)."""
     inside, at = [], 0

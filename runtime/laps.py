@@ -5,7 +5,7 @@ done for its unit on this thread: its own computation, and FSDP's copies and col
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -155,11 +155,3 @@ def _sleep_until(end_ns: int) -> None:
     left_ns = end_ns - time.monotonic_ns()
     if left_ns > 0:
         time.sleep(left_ns / 1e9)
-
-
-def totals_ns(laps: Sequence[Lap]) -> dict[str, int]:
-    """Time of all laps of one name, in the order in which names first appear."""
-    totals: dict[str, int] = {}
-    for lap in laps:
-        totals[lap.name] = totals.get(lap.name, 0) + lap.end_ns - lap.start_ns
-    return totals

@@ -101,7 +101,7 @@ def measure(context: "WorkerContext", *, precision: str) -> dict[str, Any]:
 def cluster_with(
     cluster: Mapping[str, Any],
     measured: Mapping[str, Any],
-    compute_ns: Mapping[str, int] | None = None,
+    calibration: Mapping[str, Any] | None = None,
     *,
     one_machine: bool,
 ) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def cluster_with(
     Args:
         cluster: Plain values of a `ClusterConf`.
         measured: What `measure` returned.
-        compute_ns: Of a calibration, if there was one.
+        calibration: Plain values of a `calibrate.Calibration` of the experiment, if there was one.
         one_machine: All nodes share this machine's cores.
     """
     rows = [OpRow(**{**row, "batch_s": tuple(row["batch_s"])}) for row in measured["ops"]]
@@ -132,7 +132,8 @@ def cluster_with(
         },
         "codec_ns": {kind: round(found["fixed_ns"]) for kind, found in codec.items()},
         "codec_ns_per_element": {kind: found["ns_per_element"] for kind, found in codec.items()},
-        "compute_ns": dict(compute_ns or {}),
+        "codec_step_ns": calibration["quantize_ns"] if calibration else 0,
+        "compute_ns": dict(calibration["compute_ns"]) if calibration else {},
     }
     intra = dict(cluster["intra_node"])
     for key in (("all_gather", "hpz"), ("all_to_all", "local"), ("all_gather", "world")):

@@ -30,7 +30,7 @@ from .dispatch import activate
 from .failure import ElsewhereError
 from .gradients import clip_factor
 from .interfaces import InterfaceBytes, read_interface
-from .interpreter import Interpreter, NullInterpreter
+from .interpreter import Interpreter
 from .laps import Laps
 from .learning_rate import learning_rate
 from .ledger import LIBRARY_STREAM, Ledger
@@ -69,8 +69,7 @@ class Trainer:
     Args:
         experiment: Its cluster must be the ranks that run.
         context: This rank.
-        communicate: False: plans are not carried out; the same engine runs with an interpreter that moves no
-            bytes.
+        communicate: False: plans are carried out by collectives that move no bytes.
     """
 
     def __init__(
@@ -107,12 +106,11 @@ class Trainer:
         self._sharded = policy.placement is Placement.sharded
         self.ledger = Ledger(rank=context.rank, mesh=mesh)
         activate(self.ledger)
-        kind = Interpreter if communicate else NullInterpreter
-        collectives = build_collectives(backend_of(context.device))
+        collectives = build_collectives(backend_of(context.device), communicate=communicate)
         self.engine: CommEngine = wrap_model(
             model,
             policy=policy,
-            interpreter=kind(context.groups(mesh), self.ledger, collectives),
+            interpreter=Interpreter(context.groups(mesh), self.ledger, collectives),
             precision=experiment.precision,
             device=context.device,
             overlap=experiment.comm.overlap and communicate,

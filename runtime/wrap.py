@@ -12,7 +12,7 @@ from ..policies.mesh import Mesh
 from .collectives import backend_of, build_collectives
 from .dispatch import activate
 from .groups import Groups
-from .interpreter import Interpreter, NullInterpreter
+from .interpreter import Interpreter
 from .ledger import Ledger
 from .overlap import CommThread
 
@@ -111,11 +111,10 @@ def build_interpreter(
     The ledger is made the one that is told of collectives.
 
     Args:
-        communicate: False: nothing is sent, to time computation alone.
+        communicate: False: nothing is sent, to time computation and quantizing alone.
     """
     activate(ledger)
-    kind = Interpreter if communicate else NullInterpreter
-    return kind(Groups(mesh), ledger, build_collectives(backend_of(device)))
+    return Interpreter(Groups(mesh), ledger, build_collectives(backend_of(device), communicate=communicate))
 
 
 def wrap_model(

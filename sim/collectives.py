@@ -30,15 +30,21 @@ class Collectives(Protocol):
 
 @dataclass(slots=True)
 class _Half:
-    """A message that one end has posted."""
+    """A message that one end has posted, and what fires there when it is over."""
 
-    done: Any
+    over: Any
     sender_waits: bool
     nbytes: int
+    posted_ns: int
 
 
 class PerStep:
-    """Every rank and message apart. A message moves when its sender and its receiver have both posted it.
+    """Every rank and message apart.
+
+    gloo: the receiver's notice that it has posted a message takes one latency to the sender, which then writes it
+    to the connection and is done; its last byte arrives a latency later. Messages of a connection follow each
+    other, so that with two in flight latencies hide behind long messages and show with short ones.
+    NCCL: a message takes its latency and then its bytes, and both ends are done together.
 
     Raises:
         ValueError: If NCCL is asked for a collective whose steps are not known here.
@@ -86,17 +92,32 @@ class PerStep:
         ]
 
     def post(self, tag: Tag, source: int, target: int, k: int, nbytes: int, *, sends: bool) -> Any:
-        """One end of a message; the event fires on both ends when it has arrived."""
+        """One end of a message; the event fires when it is over for this end."""
+        env = self._machine.env
         key = (tag, source, target, k)
         half = self._posted.pop(key, None)
         if half is None:
-            done = self._machine.env.event()
-            self._posted[key] = _Half(done, sends, nbytes)
-            return done
+            over = env.event()
+            self._posted[key] = _Half(over, sends, nbytes, env.now)
+            return over
         assert half.sender_waits != sends, f"message {key} posted twice by one end"
         assert half.nbytes == nbytes, f"message {key}: {half.nbytes} bytes meet {nbytes}"
-        self._machine.send(source, target, nbytes).callbacks.append(lambda _: half.done.succeed())
-        return half.done
+        latency_ns = self._machine.latency_ns(source, target)
+        over = env.event()
+        sender, receiver = (half.over, over) if half.sender_waits else (over, half.over)
+        if self._nccl:
+            sent = self._machine.send(source, target, nbytes, after_ns=latency_ns, in_order=False)
+            sent.callbacks.append(lambda _: (sender.succeed(), receiver.succeed()))
+            return over
+        receive_posted_ns = env.now if half.sender_waits else half.posted_ns
+        wait_ns = max(0, receive_posted_ns + latency_ns - env.now)
+
+        def left(_: Any) -> None:
+            sender.succeed()
+            env.timeout(latency_ns).callbacks.append(lambda _: receiver.succeed())
+
+        self._machine.send(source, target, nbytes, after_ns=wait_ns).callbacks.append(left)
+        return over
 
     def _ring(
         self,

@@ -75,6 +75,7 @@ class Costs:
         self._policy = policy
         self._sequence = experiment.batch.sequence or spec.sequence
         self._known: dict[Work, int] = {}
+        self.codec_scale = 1.0  # of encoding and decoding, from `host.codec_step_ns`
         self._check_probe()
 
     def ns(self, work: Work) -> int:
@@ -119,7 +120,8 @@ class Costs:
         for bits in (work.bits, {2: 4, 6: 8}.get(work.bits, work.bits)):
             key = f"{work.kind}{bits}"
             if key in host.codec_ns or key in host.codec_ns_per_element:
-                return host.codec_ns.get(key, 0) + host.codec_ns_per_element.get(key, 0.0) * work.amount
+                probed = host.codec_ns.get(key, 0) + host.codec_ns_per_element.get(key, 0.0) * work.amount
+                return self.codec_scale * probed
         element = self._experiment.precision.element_bytes
         return self._memory_ns(work.amount * (element + work.bits / 8)) + self.cluster.device.launch_ns
 

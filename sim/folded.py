@@ -6,7 +6,7 @@ cost does not grow with the number of ranks.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..conf.schema import Backend
 from ..policies.mesh import HPZ, LOCAL, NODE, WORLD, Mesh
@@ -178,21 +178,22 @@ class Folded:
             route = (*route, (self._up, at.per_node * at.peers_outside / (at.size - 1)))
         return Stage(latency_ns, ((total, route),))
 
-    # ---- gloo
+    def _hops_ns(self, transfer: Transfer, exposed: int) -> int:
+        before, after = transfer.hop
+        ns = self._machine.costs.ns
+        return sum(map(ns, before)) + exposed * sum(map(ns, after)) - sum(map(ns, before))
+
+    # ---- gloo: L is the latency of the slowest hop, s the time of a message on its way alone
 
     def _gloo_stages(self, transfer: Transfer, at: Reach) -> tuple[Stage, ...]:
         rounds = at.size - 1
-        hop_ns = self._outer_ns if at.ring_crossings else self._inner_ns
         match transfer.op:
             case "all_gather":
-                return (self._ring(rounds * hop_ns, rounds * transfer.message_bytes, at),)
+                return (self._gloo_ring(transfer.message_bytes, rounds, 2, at),)
             case "reduce_scatter":
-                # a rank that sends over the NIC adds while it sends, if its data came from within the node
-                exposed = 1 if at.ring_crossings and at.size > at.nodes else rounds
-                latency_ns = rounds * hop_ns + self._hops_ns(transfer, exposed)
-                return (self._ring(latency_ns, rounds * transfer.message_bytes, at),)
+                return (self._gloo_reduce_scatter(transfer, at),)
             case "all_reduce":
-                return (self._ring_reduce(transfer, at, 2 * rounds),)
+                return (self._gloo_ring_reduce(transfer, 2 * rounds, at),)
             case "all_to_all":
                 return self._gloo_pairwise(transfer.message_bytes, at)
             case "broadcast":
@@ -200,38 +201,95 @@ class Folded:
             case _:
                 chunk_bytes, _, _ = reduce_chunks(transfer)
                 into_root = at.peers_outside * chunk_bytes or chunk_bytes
-                link = self._up if at.peers_outside else self._own
-                collect = Stage(hop_ns, ((into_root, ((link, 1.0),)),))
-                return (self._ring_reduce(transfer, at, rounds), collect)
+                roots = float(at.per_node * at.nodes // at.size)  # on the node of one
+                into: Route = ((self._up, roots),) if at.peers_outside else ((self._own, 1.0),)
+                # a root whose own sums come from within its node is ready early: its notice is back in time
+                early = at.ring_crossings and at.size > at.nodes
+                latency_ns = self._hop_ns(at) * (1 if early else 2)
+                collect = Stage(latency_ns, ((into_root, into),))
+                return (self._gloo_ring_reduce(transfer, rounds, at), collect)
 
-    def _ring_reduce(self, transfer: Transfer, at: Reach, rounds: int) -> Stage:
+    def _hop_ns(self, at: Reach) -> int:
+        return self._outer_ns if at.ring_crossings else self._inner_ns
+
+    def _gloo_ring(
+        self, chunk_bytes: int, rounds: int, segments: int, at: Reach, *, add_ns: int = 0, num_added: int = 0
+    ) -> Stage:
+        """Chunks in segments, of which two are in flight; the first `num_added` segments are added, each `add_ns`.
+
+        The first segment leaves after a notice, L, and the last arrives L after it left. Between, segment k + 2
+        leaves when k + 1 has left, and when k has arrived (L), was added (a) and the notice of that is back
+        (L). So two segments take 2 s or s + 2 L + a, or 2 a where adding is slowest.
+        """
+        segments = min(segments, max(1, chunk_bytes))
+        in_flight = 2 if segments > 1 else 1
+        stage = self._ring(0, rounds * chunk_bytes, at)
+        hop_ns, segment_ns = self._hop_ns(at), self._alone_ns(stage) / (rounds * segments)
+
+        def gap_ns(add_ns: int) -> float:
+            arrival_ns = 2 * hop_ns + add_ns - (in_flight - 1) * segment_ns
+            return max(0.0, arrival_ns, in_flight * (add_ns - segment_ns))
+
+        turns = (rounds * segments - 1) // in_flight
+        adding = min(turns, -(-num_added // in_flight))
+        latency_ns = 2 * hop_ns + adding * gap_ns(add_ns) + (turns - adding) * gap_ns(0)
+        # one rank adds one segment at a time: the second of the last two waits for the first where a > s
+        waits_ns = (in_flight - 1) * max(0.0, add_ns - segment_ns)
+        if num_added == rounds * segments:
+            latency_ns += waits_ns + add_ns
+        else:
+            latency_ns += min(waits_ns, 2 * hop_ns)  # CPU-bound or not, the gather behind sees no more of it
+        return replace(stage, latency_ns=round(latency_ns))
+
+    def _gloo_ring_reduce(self, transfer: Transfer, rounds: int, at: Reach) -> Stage:
         chunk_bytes, segments, add = reduce_chunks(transfer)
-        hop_ns = self._outer_ns if at.ring_crossings else self._inner_ns
-        turns = rounds * -(-segments // 2)  # two segments are in flight, and begin together
-        hidden = at.ring_crossings and at.size > at.nodes
-        adds = 1 if hidden else (at.size - 1) * segments
-        latency_ns = turns * hop_ns + adds * self._machine.costs.ns(add)
-        return self._ring(latency_ns, rounds * chunk_bytes, at)
+        add_ns, num_added = self._machine.costs.ns(add), (at.size - 1) * segments
+        return self._gloo_ring(chunk_bytes, rounds, segments, at, add_ns=add_ns, num_added=num_added)
 
-    def _hops_ns(self, transfer: Transfer, exposed: int) -> int:
-        before, after = transfer.hop
-        ns = self._machine.costs.ns
-        return sum(map(ns, before)) + exposed * sum(map(ns, after)) - sum(map(ns, before))
+    def _gloo_reduce_scatter(self, transfer: Transfer, at: Reach) -> Stage:
+        """Whole messages, one in flight, each receive posted a round ahead.
+
+        As in `_gloo_ring` L before and L behind, and the work w of the last round. Until then three paths race: the
+        messages of a slow hop one behind the other; a sum on its way around the ring, with work at each stop;
+        and notices, for message k + 2 leaves a slow hop at the earliest when its receiver has done its work on
+        k (L, w) and told so (L).
+        """
+        rounds = at.size - 1
+        stage = self._ring(0, rounds * transfer.message_bytes, at)
+        hop_ns, message_ns = self._hop_ns(at), self._alone_ns(stage) / rounds
+        # the encoding before the first send is the one that the last round leaves out
+        work_ns = sum(map(self._machine.costs.ns, transfer.hop[1]))
+        slow = min(at.nodes, rounds) - 1 if at.ring_crossings else rounds - 1  # hops of a sum after its first
+        inner_ns = transfer.message_bytes / self._own.capacity + self._inner_ns
+        around_ns = slow * hop_ns + (rounds - 1 - slow) * (inner_ns - message_ns) + (rounds - 1) * work_ns
+        notices_ns = (rounds - 1) // 2 * (2 * hop_ns + work_ns - message_ns)
+        return replace(stage, latency_ns=round(2 * hop_ns + max(0.0, around_ns, notices_ns) + work_ns))
 
     def _gloo_pairwise(self, message_bytes: int, at: Reach) -> tuple[Stage, ...]:
+        """A notice to all peers, then their messages."""
         if not at.peers_outside:
-            return (Stage(self._inner_ns, ((message_bytes, ((self._own, 1.0),)),)),)
+            return (Stage(2 * self._inner_ns, ((message_bytes, ((self._own, 1.0),)),)),)
         outside = (message_bytes * at.peers_outside, ((self._up, float(at.per_node)),))
-        return (Stage(self._outer_ns, (outside,)),)
+        return (Stage(2 * self._outer_ns, (outside,)),)
 
     def _gloo_broadcast(self, transfer: Transfer, at: Reach) -> tuple[Stage, ...]:
-        """Binomial tree: first within the root's node, then each level of nodes sends to those below it."""
+        """Binomial tree: first within the root's node, then each level of nodes sends to those below it.
+
+        All have given notice at the start: it shows before the first send, on either kind of link.
+        """
         nbytes = float(transfer.message_bytes)
         inside = math.ceil(math.log2(-(-at.size // at.nodes)))
         levels = math.ceil(math.log2(at.nodes)) if at.nodes > 1 else 0
         senders = -(-at.size // at.nodes) * (at.per_node * at.nodes // at.size)
-        stages = [Stage(self._inner_ns, ((nbytes, ((self._own, 1.0),)),)) for _ in range(inside)]
+        stages: list[Stage] = []
+        past_ns = 0
+        for _ in range(inside):
+            notice_ns = max(0, self._inner_ns - past_ns)
+            stages.append(Stage(notice_ns + self._inner_ns, ((nbytes, ((self._own, 1.0),)),)))
+            past_ns += round(self._alone_ns(stages[-1]))
         for depth in range(levels):
             load = float(senders * (levels - depth))
-            stages.append(Stage(self._outer_ns, ((nbytes, ((self._up, load),)),)))
+            notice_ns = max(0, self._outer_ns - past_ns)
+            stages.append(Stage(notice_ns + self._outer_ns, ((nbytes, ((self._up, load),)),)))
+            past_ns += round(self._alone_ns(stages[-1]))
         return tuple(stages)

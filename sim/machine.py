@@ -33,6 +33,7 @@ class Machine:
         # a probe times a rank while all ranks do the same: what it saw is this share of a core
         self.core_share = min(1.0, cluster.host.cores / self._per_host) if cluster.host.cores else 1.0
         self._routes: dict[tuple[int, int], tuple[Path, Route, bool]] = {}
+        self._last_sent: dict[tuple[int, int], Any] = {}  # of each connection
 
     @property
     def shares_cores(self) -> bool:
@@ -51,28 +52,51 @@ class Machine:
                 amount = (ns - slept_ns) * self.core_share
                 yield self.network.flow(amount, self._core_route(rank), limit=1.0)
 
-    def send(self, source: int, target: int, nbytes: float) -> Any:
-        """Move a message that both ends are ready for; the event fires when it has arrived.
+    def latency_ns(self, source: int, target: int) -> int:
+        """Of a message, from its last byte's leaving to its arrival."""
+        return self._way(source, target)[0].latency_ns
 
-        A message that stays in its node is a copy by a core: where cores are shared it takes its share of
-        them, and never runs faster than the connection.
+    def send(
+        self, source: int, target: int, nbytes: float, *, after_ns: int = 0, in_order: bool = True
+    ) -> Any:
+        """Put a message on the way, at the earliest `after_ns` from now; the event fires when all of it has left.
+
+        `in_order`: it follows the one before it from `source` to `target`; else they share the way. A message that stays in its node is a copy by a core: where
+        cores are shared it takes its share of them, and never runs faster than the connection.
         """
+        path, route, copied = self._way(source, target)
+        amount = nbytes
+        if copied:
+            amount = nbytes / min(link.capacity for link in path.links) * self.core_share
+        if not in_order:
+            return self.network.flow(amount, route, after_ns=after_ns)
+        before = self._last_sent.get((source, target))
+        if before is None or before.triggered:
+            sent = self.network.flow(amount, route, after_ns=after_ns)
+        else:
+            sent = self.env.event()
+            ready_ns = self.env.now + after_ns
+
+            def start(_: Any) -> None:
+                flow = self.network.flow(amount, route, after_ns=max(0, ready_ns - self.env.now))
+                flow.callbacks.append(lambda _: sent.succeed())
+
+            before.callbacks.append(start)
+        self._last_sent[source, target] = sent
+        return sent
+
+    def _way(self, source: int, target: int) -> tuple[Path, Route, bool]:
         known = self._routes.get((source, target))
         if known is None:
             path = self.topology.path(source, target)
             copied = path.node and bool(self._cores)
             route: Route = tuple((link, 1.0) for link in path.links)
             if copied:
-                # in core-ns: the connection's capacity is the share of a core with which the probe measured
-                # it
+                # in core-ns: the connection's capacity is the share of a core with which the probe measured it
                 connection = Link(f"copy.{source}>{target}", self.core_share)
                 route = ((connection, 1.0), *self._core_route(source))
             known = self._routes[source, target] = (path, route, copied)
-        path, route, copied = known
-        amount = nbytes
-        if copied:
-            amount = nbytes / min(link.capacity for link in path.links) * self.core_share
-        return self.network.flow(amount, route, after_ns=path.latency_ns)
+        return known
 
     def _core_route(self, rank: int) -> Route:
         return ((self._cores[rank // self._per_host], self._weight),)

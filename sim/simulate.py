@@ -115,6 +115,7 @@ class _Run:
         self.unit_bytes = {u.name: parts * sum(self.engine.segments(u)) * element for u in parameters(spec)}
         self.decided: list[list[tuple[str, str]]] = []  # for each segment
         self.segments = self._segments()
+        self.codec_scale = self._codec_scale()
 
     def simulate(self, cluster: ClusterConf) -> _Simulated:
         """All segments on `cluster`.
@@ -124,6 +125,7 @@ class _Run:
         """
         experiment = replace(self.experiment, cluster=cluster)
         costs = Costs(experiment, self.spec, self.policy)
+        costs.codec_scale = self.codec_scale
         if not self.folded:
             machine, executor = self._executor(costs, range(cluster.num_ranks))
             return _Simulated(costs, machine, executor.run(self.segments))
@@ -148,6 +150,16 @@ class _Run:
                 times.append((end - before) / 1e9)
             before = end
         return times
+
+    def _codec_scale(self) -> float:
+        """What brings the probed cost of all codec work of a step to the one that was measured in its place."""
+        measured_ns = self.experiment.cluster.host.codec_step_ns
+        if not measured_ns:
+            return 1.0
+        costs = Costs(self.experiment, self.spec, self.policy)
+        works = [part.work for item in self.segments[0].program.items for part in item.parts]
+        probed_ns = sum(costs.ns(work) for work in works if work.kind in ("encode", "decode"))
+        return measured_ns / probed_ns if probed_ns else 1.0
 
     def _executor(self, costs: Costs, ranks: Sequence[int]) -> tuple[Machine, Executor]:
         env = simpy.Environment()

@@ -139,7 +139,7 @@ def test_failures_say_what_and_where(launch):
 
 
 @pytest.mark.distributed
-def test_null_interpreter_leaves_spans_but_no_rows(launch):
+def test_silent_collectives_send_nothing_and_leave_their_spans(launch):
     for found in launch("ranks_engine", "null", 2):
         assert found == {"zeropp": (0, 3 * 4), "ddp": (0, 4)}
 

@@ -6,10 +6,17 @@ import pytest
 import torch
 
 from twinbed.conf.model_spec import parameters, spec_from_keys
-from twinbed.runtime.laps import Laps, totals_ns
+from twinbed.runtime.laps import Lap, Laps
 from twinbed.runtime.model import GPT
 
 ODD = {"family": "gpt", "layers": 2, "hidden": 36, "heads": 6, "vocab": 101, "sequence": 17}
+
+
+def totals_ns(laps: list[Lap]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for lap in laps:
+        totals[lap.name] = totals.get(lap.name, 0) + lap.end_ns - lap.start_ns
+    return totals
 
 
 def tokens():
