@@ -61,8 +61,9 @@ class Machine:
     ) -> Any:
         """Put a message on the way, at the earliest `after_ns` from now; the event fires when all of it has left.
 
-        `in_order`: it follows the one before it from `source` to `target`; else they share the way. A message that stays in its node is a copy by a core: where
-        cores are shared it takes its share of them, and never runs faster than the connection.
+        `in_order`: it follows the one before it from `source` to `target`; else they share the way.
+        A message that stays in its node is a copy by a core: where cores are shared it takes its share of them, and
+        never runs faster than the connection.
         """
         path, route, copied = self._way(source, target)
         amount = nbytes

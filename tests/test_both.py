@@ -1,0 +1,151 @@
+"""`target=both` from the command line: one launch, two records, a comparison, a report."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from twinbed.analysis.record import read_record
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = (
+    "model.layers=2",
+    "model.hidden=64",
+    "model.heads=4",
+    "batch.sequence=32",
+    "steps=4",
+    "warmup_steps=1",
+)
+
+
+def run(*arguments: str, cwd: Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+def test_both_targets_leave_equal_ledgers_and_a_report(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = run(str(ROOT / "run.py"), "comm=zeropp", *SMALL, f"hydra.run.dir={out}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "ledgers: equal; replayed decisions: equal" in done.stdout
+    parity = json.loads((out / "parity.json").read_text())
+    assert (parity["status"], parity["ledger_equal"], parity["replay_equal"]) == ("ok", True, True)
+    assert parity["iteration_s_ratio"] > 0
+    sim, real = read_record(out / "sim"), read_record(out / "runtime")
+    assert len(sim.ledger) == len(real.ledger) > 0
+    assert len(real.result["loss"]) == 4
+    # the prediction was made from this launch's probe, and the record keeps the constants
+    host = sim.result["experiment"]["cluster"]["host"]
+    assert host["op_ns"]["all_gather/world"] > 0
+    assert host["compute_ns"]["forward/block.0"] > 0
+
+    report = run("-m", "twinbed.analysis.report", str(out), cwd=tmp_path)
+    assert report.returncode == 0, report.stderr
+    assert (out / "report.html").stat().st_size > 10_000
+    compared = run(
+        "-m", "twinbed.analysis.report", "--compare", str(out / "sim"), str(out / "runtime"), cwd=tmp_path
+    )
+    assert compared.returncode == 0, compared.stderr
+
+
+@pytest.mark.parametrize(("launch", "script"), [("torchrun", "launch.sh"), ("slurm", "launch.sbatch")])
+def test_a_cluster_gets_a_script_and_the_prediction_is_made_here(
+    launch: str, script: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    done = run(
+        str(ROOT / "run.py"),
+        f"launch={launch}",
+        "cluster=dgx_a100",
+        "comm=zeropp",
+        *SMALL,
+        f"hydra.run.dir={out}",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    text = (out / script).read_text()
+    assert "twinbed.runtime.worker" in text
+    assert os.access(out / script, os.X_OK)
+    assert subprocess.run(["bash", "-n", str(out / script)], check=False).returncode == 0
+    assert json.loads((out / "launch.json").read_text())["cases"][0]["kind"] == "train"
+    assert read_record(out / "sim").result["status"] == "ok"
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+def test_a_probe_serves_later_predictions(tmp_path: Path) -> None:
+    """Measured once, written as YAML, and chosen like any other cluster."""
+    yaml = tmp_path / "mine" / "cluster" / "here.yaml"
+    yaml.parent.mkdir(parents=True)
+    probed = run(
+        "-c",
+        "import sys; from twinbed.runtime.probe import main; sys.exit(main())",
+        str(yaml),
+        "cluster.devices_per_node=1",
+        cwd=tmp_path,
+    )
+    assert probed.returncode == 0, probed.stderr
+    out = tmp_path / "out"
+    done = run(
+        str(ROOT / "run.py"),
+        f"--config-dir={tmp_path}/mine",
+        "target=sim",
+        "cluster=here",
+        "comm=zero3",
+        f"hydra.run.dir={out}",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    result = read_record(out).result
+    assert result["iteration_s"]["mean"] > 0
+    assert result["experiment"]["cluster"]["host"]["op_measured_ns"]
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_a_hugging_face_model_in_a_loop_of_its_own(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            str(Path(sys.executable).with_name("torchrun")),
+            "--nproc-per-node=2",
+            "--master-port=0",
+            str(ROOT / "examples" / "attach_gpt2.py"),
+            "zeropp",
+            "4",
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"RANKS_PER_NODE": "1", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert "zeropp: rank 0 sent" in done.stdout
+
+
+def test_predict_in_process() -> None:
+    import twinbed
+
+    record = twinbed.predict(["comm=hpz", "cluster=dgx2_v100", "model=gpt_18b", "recompute=full"])
+    assert record.result["status"] == "ok"
+    assert record.result["iteration_s"]["low"] < record.result["iteration_s"]["mean"]
+    assert record.result["guessed_inputs"]
+
+
+def test_the_simulator_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, twinbed; from twinbed.sim.simulate import simulate; twinbed.predict;"
+        "print([m for m in ('torch', 'pandas', 'matplotlib') if m in sys.modules])"
+    )
+    done = run("-c", code, cwd=Path("/"))
+    assert done.stdout.strip() == "[]", done.stderr
