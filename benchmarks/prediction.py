@@ -1,7 +1,7 @@
 """How true are predictions? Settings on shaped local clusters, predicted from a probe of the same launch.
 
-Run: python benchmarks/prediction.py [OUTPUT] [LAUNCHES]. Each launch probes, calibrates each model without
-communication, then trains every setting; the simulator predicts each from the launch's own constants. Nothing is
+Run: python benchmarks/prediction.py [OUTPUT] [LAUNCHES]. Each launch probes, calibrates each setting without
+communication, then trains it; the simulator predicts each from the launch's own constants. Nothing is
 fitted on the runs. Launches on a busy machine are void and repeated.
 """
 
@@ -102,15 +102,6 @@ class Row:
         return self.predicted_s / self.measured_s - 1
 
 
-def calibration_keys(overrides: Sequence[str]) -> str:
-    """Settings that compute alike share one calibration: everything but what is sent."""
-    composed = compose(["target=runtime", *overrides])
-    policy = _policy(composed)
-    kept = [o for o in overrides if not o.startswith("comm")]
-    order = (policy.placement.value, policy.reshard_after_forward, policy.hpz_size > 1)
-    return json.dumps([kept, [str(o) for o in order]])
-
-
 def launch(shape: Shape, folder: Path, number: int) -> tuple[list[Row], str | None]:
     """(rows, why they are void)."""
     composed: dict[str, Composed] = {}
@@ -120,12 +111,10 @@ def launch(shape: Shape, folder: Path, number: int) -> tuple[list[Row], str | No
         overrides = ["cluster=local_2x2", *shape.cluster, *STEPS, *keys]
         composed[setting] = compose(["target=runtime", *overrides])
         resolved = composed[setting].resolved
-        key = calibration_keys(overrides)
         if not cases:
             cases.append(_probe_case("probe0", resolved))
-        if key not in calibrations:
-            calibrations[key] = name = f"calibration{len(calibrations)}"
-            cases.append(Case(name=name, folder=name, experiment=resolved, kind=CALIBRATE))
+        calibrations[setting] = name = f"calibration{len(calibrations)}"
+        cases.append(Case(name=name, folder=name, experiment=resolved, kind=CALIBRATE))
         cases.append(Case(name=setting, folder=setting.replace(" ", "_"), experiment=resolved))
     cases.append(_probe_case("probe1", cases[0].experiment))
     watch = BusyWatch()
@@ -137,12 +126,9 @@ def launch(shape: Shape, folder: Path, number: int) -> tuple[list[Row], str | No
         sys.exit(f"this benchmark needs shaped links: {outcome.unshaped_reason}")
     probes = [json.loads((folder / name / "probe.json").read_text()) for name in ("probe0", "probe1")]
     rows = []
-    for setting, keys in shape.settings.items():
-        overrides = ["cluster=local_2x2", *shape.cluster, *STEPS, *keys]
+    for setting in shape.settings:
         one = composed[setting]
-        found = json.loads(
-            (folder / calibrations[calibration_keys(overrides)] / "calibration.json").read_text()
-        )
+        found = json.loads((folder / calibrations[setting] / "calibration.json").read_text())
         cluster = cluster_with(one.resolved["cluster"], merged(probes), found, one_machine=True)
         policy = _policy(one)
         experiment = with_fixed_costs(load_experiment(one.resolved | {"cluster": cluster}), one.spec, policy)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ..analysis.record import Span, write_text
 from ..conf.compose import load_experiment
 from ..conf.schema import ExperimentConf
+from ..policies.plan import GATHER_STREAM, REDUCE_STREAM
 from .case import Case
 from .laps import Lap
 from .ledger import QUANTIZE_STREAM
@@ -30,7 +31,7 @@ class Calibration:
             of one optimizer step (data, clipping, optimizer). FSDP's own copies are in them, quantizing is not.
         quantize_ns: All encoding and decoding of one optimizer step, in its place: caches are as cold, and
             buffers as new, as in a run.
-        iteration_ns: The same iterations by the clock, start to end.
+        iteration_ns: The same iterations by the clock, start to end, without the pauses of the silent collectives.
         micro_batches: Of a step.
         spread: (slowest - fastest) / mean of the iterations that were used.
     """
@@ -94,38 +95,47 @@ def calibrate(
             context.beat(number)
             trainer.step(trainer.first_step + number)
         laps, steps_ns = trainer.laps.laps, trainer.progress.steps_ns
-        codec = [span for span in trainer.ledger.spans if span.stream == QUANTIZE_STREAM]
+        spans = trainer.ledger.spans
     finally:
         trainer.close()
     k = experiment.batch.accumulation
-    own = _middle_half(laps, codec, steps_ns[warmup:], micro_batches=k)
+    own = _middle_half(laps, spans, steps_ns[warmup:], micro_batches=k)
     gathered: list[Any] = [None] * context.num_ranks
     dist.all_gather_object(gathered, own)
     return _mean(gathered, micro_batches=k)
 
 
 def _middle_half(
-    laps: Sequence[Lap], codec: Sequence[Span], steps_ns: Sequence[tuple[int, int]], *, micro_batches: int
+    laps: Sequence[Lap], spans: Sequence[Span], steps_ns: Sequence[tuple[int, int]], *, micro_batches: int
 ) -> tuple[dict[str, float], float, float, float]:
-    """(parts of a micro-batch and "step", quantizing of a step, iteration, spread), nanoseconds."""
+    """(parts of a micro-batch and "step", quantizing of a step, iteration, spread), nanoseconds.
+
+    A lap is its unit's computation once quantizing and (silent) collectives are taken out of it.
+    """
     ranked = sorted(steps_ns, key=lambda step: step[1] - step[0])
     quarter = len(ranked) // 4
     kept = ranked[quarter : len(ranked) - quarter]
     parts: dict[str, float] = {}
-    quantize = 0.0
+    quantize, lengths = 0.0, []
     for start, end in kept:
-        spans = [span for span in codec if span.start_ns >= start and span.end_ns <= end]
-        quantize += sum(span.end_ns - span.start_ns for span in spans) / len(kept)
+        inside = [span for span in spans if span.start_ns >= start and span.end_ns <= end]
+        codec = [span for span in inside if span.stream == QUANTIZE_STREAM]
+        silent = [span for span in inside if span.stream in (GATHER_STREAM, REDUCE_STREAM)]
+        quantize += _length_ns(codec) / len(kept)
+        lengths.append(end - start - _length_ns(silent))
         for lap in laps:
             if lap.start_ns < start or lap.end_ns > end:
                 continue
-            took = lap.end_ns - lap.start_ns
-            took -= sum(s.end_ns - s.start_ns for s in spans if lap.start_ns <= s.start_ns < lap.end_ns)
+            other = [s for s in (*codec, *silent) if lap.start_ns <= s.start_ns < lap.end_ns]
+            took = lap.end_ns - lap.start_ns - _length_ns(other)
             share = took if lap.name == "step" else took / micro_batches
             parts[lap.name] = parts.get(lap.name, 0.0) + share / len(kept)
-    lengths = [end - start for start, end in kept]
     mean = sum(lengths) / len(lengths)
     return parts, quantize, mean, (max(lengths) - min(lengths)) / mean
+
+
+def _length_ns(spans: Sequence[Span]) -> int:
+    return sum(span.end_ns - span.start_ns for span in spans)
 
 
 def _mean(

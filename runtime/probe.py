@@ -30,6 +30,7 @@ BATCHES = 5  # spread over the probe, each of REPEATS in a row: fixed costs wand
 REPEATS = 8
 CODEC_ELEMENTS = (4_096, 262_144)
 MATMUL_SIZE = 256
+WORK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +137,12 @@ def cluster_with(
         "compute_ns": dict(calibration["compute_ns"]) if calibration else {},
     }
     intra = dict(cluster["intra_node"])
-    for key in (("all_gather", "hpz"), ("all_to_all", "local"), ("all_gather", "world")):
+    for key in (("all_to_all", "local"), ("all_to_all", "world")):
         # over loopback: within a node, or on a cluster that is one node
         one_node = key[1] != "world" or measured["num_ranks"] == measured["ranks_per_node"]
         if key in large and one_node:
             seconds = large[key].seconds - small[key].seconds
-            rounds = large[key].group_size - 1 if key[0] == "all_gather" else 1
-            nbytes = (large[key].message_bytes - small[key].message_bytes) * rounds
+            nbytes = large[key].message_bytes - small[key].message_bytes  # to each peer on its own connection
             if seconds > 0:
                 intra["bandwidth_Bps"] = nbytes / seconds
                 intra["latency_ns"] = 0  # of small messages: in op_measured_ns
@@ -178,6 +178,31 @@ def _timed(call: Callable[[], object], repeats: int) -> float:
     return (time.perf_counter() - started) / repeats
 
 
+class _Work:
+    """A few milliseconds of computation that leave caches cold, as an iteration has between two collectives."""
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        self._a = torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device)
+        self._memory = torch.zeros(WORK_BYTES // 4, device=device)
+
+    def __call__(self) -> None:
+        self._a @ self._a
+        self._memory.add_(1.0)
+
+
+def _timed_between_work(call: Callable[[], object], work: Callable[[], object], repeats: int) -> float:
+    """Mean seconds that `call` adds to a loop of `work`: with the waking of threads and the waiting for each other
+    that calls in a row do not show."""
+
+    def both() -> None:
+        work()
+        call()
+
+    return max(0.0, _timed(both, repeats) - _timed(work, repeats))
+
+
 class _OpProbe:
     """Each collective through the interpreter, as a run has it."""
 
@@ -200,6 +225,7 @@ class _OpProbe:
         mesh = interpreter.mesh
         self.calls: list[tuple[OpRow, Callable[[], None]]] = []
         self._batches: list[list[float]] = []
+        self._work = _Work(device)
         world = mesh.num_ranks
 
         def add(op: str, axis: str, message: int, numel: int, call: Callable[[], None]) -> None:
@@ -271,7 +297,7 @@ class _OpProbe:
     def batch(self) -> None:
         for (row, call), batches in zip(self.calls, self._batches, strict=True):
             small = row.numel <= SMALL_ELEMENTS * max(1, row.group_size) * 8
-            batches.append(_timed(call, REPEATS if small else 1))
+            batches.append(_timed_between_work(call, self._work, REPEATS if small else 2))
 
     def rows(self) -> list[OpRow]:
         flat = _agreed_mean([seconds for batches in self._batches for seconds in batches])

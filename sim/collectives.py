@@ -29,21 +29,22 @@ class Collectives(Protocol):
 
 
 @dataclass(slots=True)
-class _Half:
-    """A message that one end has posted, and what fires there when it is over."""
+class _Message:
+    """A message that at least one end has posted. The events fire when it is over for that end."""
 
-    over: Any
-    sender_waits: bool
     nbytes: int
-    posted_ns: int
+    sent: Any = None
+    received: Any = None
+    noticed: bool = False  # the sender knows that the receiver is ready
 
 
 class PerStep:
     """Every rank and message apart.
 
-    gloo: the receiver's notice that it has posted a message takes one latency to the sender, which then writes it
-    to the connection and is done; its last byte arrives a latency later. Messages of a connection follow each
-    other, so that with two in flight latencies hide behind long messages and show with short ones.
+    gloo: the receiver's notice that it has posted a message goes to the sender, which then writes the message to
+    the connection and is done; its last byte arrives a latency later. What goes one way on a connection keeps its
+    order, notices too: with two messages in flight latencies hide behind long messages and show with short ones,
+    and two ranks that send to each other can hold each other's notices up.
     NCCL: a message takes its latency and then its bytes, and both ends are done together.
 
     Raises:
@@ -53,7 +54,7 @@ class PerStep:
     def __init__(self, machine: Machine, mesh: Mesh) -> None:
         self._machine = machine
         self._mesh = mesh
-        self._posted: dict[tuple[Tag, int, int, int], _Half] = {}
+        self._posted: dict[tuple[Tag, int, int, int], _Message] = {}
         self._nccl = machine.costs.cluster.backend is Backend.nccl
 
     def run(self, rank: int, transfer: Transfer, tag: Tag) -> Steps:
@@ -67,7 +68,9 @@ class PerStep:
         at = _Place(self, rank, group, tag)
         match transfer.op:
             case "all_gather":
-                yield from self._ring(at, transfer.message_bytes, rounds=len(group) - 1, shift=1, segments=2)
+                yield from self._ring(
+                    at, transfer.message_bytes, rounds=len(group) - 1, shift=1, segments=2, send_first=True
+                )
             case "reduce_scatter":
                 yield from self._reduce_scatter(at, transfer)
             case "all_to_all":
@@ -87,37 +90,69 @@ class PerStep:
     def missing(self) -> list[tuple[int, int]]:
         """Messages that one end waits for, as (waiting rank, rank that it waits for)."""
         return [
-            (source, target) if half.sender_waits else (target, source)
-            for (_, source, target, _), half in self._posted.items()
+            (source, target) if message.received is None else (target, source)
+            for (_, source, target, _), message in self._posted.items()
         ]
 
     def post(self, tag: Tag, source: int, target: int, k: int, nbytes: int, *, sends: bool) -> Any:
         """One end of a message; the event fires when it is over for this end."""
-        env = self._machine.env
         key = (tag, source, target, k)
-        half = self._posted.pop(key, None)
-        if half is None:
-            over = env.event()
-            self._posted[key] = _Half(over, sends, nbytes, env.now)
-            return over
-        assert half.sender_waits != sends, f"message {key} posted twice by one end"
-        assert half.nbytes == nbytes, f"message {key}: {half.nbytes} bytes meet {nbytes}"
-        latency_ns = self._machine.latency_ns(source, target)
-        over = env.event()
-        sender, receiver = (half.over, over) if half.sender_waits else (over, half.over)
+        message = self._posted.get(key)
+        if message is None:
+            message = self._posted[key] = _Message(nbytes)
+        assert message.nbytes == nbytes, f"message {key}: {message.nbytes} bytes meet {nbytes}"
+        over = self._machine.env.event()
+        if sends:
+            assert message.sent is None, f"message {key} posted twice by its sender"
+            message.sent = over
+        else:
+            assert message.received is None, f"message {key} posted twice by its receiver"
+            message.received = over
+        both = message.sent is not None and message.received is not None
+        if both:
+            del self._posted[key]
         if self._nccl:
-            sent = self._machine.send(source, target, nbytes, after_ns=latency_ns, in_order=False)
-            sent.callbacks.append(lambda _: (sender.succeed(), receiver.succeed()))
-            return over
-        receive_posted_ns = env.now if half.sender_waits else half.posted_ns
-        wait_ns = max(0, receive_posted_ns + latency_ns - env.now)
+            if both:
+                self._move_at_once(message, source, target)
+        elif not sends:
+            self._notify(message, source, target)
+        elif message.noticed:
+            self._move(message, source, target)
+        return over
+
+    def _notify(self, message: _Message, source: int, target: int) -> None:
+        """The receiver says that it is ready, behind whatever it is sending to that rank."""
+        machine = self._machine
+        latency_ns = machine.latency_ns(source, target)
+
+        def arrive(_: Any) -> None:
+            message.noticed = True
+            if message.sent is not None:
+                self._move(message, source, target)
+
+        def depart(_: Any) -> None:
+            machine.env.timeout(latency_ns).callbacks.append(arrive)
+
+        sending = machine.sending(target, source)
+        if sending is None:
+            depart(None)
+        else:
+            sending.callbacks.append(depart)
+
+    def _move(self, message: _Message, source: int, target: int) -> None:
+        machine = self._machine
 
         def left(_: Any) -> None:
-            sender.succeed()
-            env.timeout(latency_ns).callbacks.append(lambda _: receiver.succeed())
+            message.sent.succeed()
+            latency_ns = machine.latency_ns(source, target)
+            machine.env.timeout(latency_ns).callbacks.append(lambda _: message.received.succeed())
 
-        self._machine.send(source, target, nbytes, after_ns=wait_ns).callbacks.append(left)
-        return over
+        machine.send(source, target, message.nbytes).callbacks.append(left)
+
+    def _move_at_once(self, message: _Message, source: int, target: int) -> None:
+        latency_ns = self._machine.latency_ns(source, target)
+        moved = self._machine.send(source, target, message.nbytes, after_ns=latency_ns, in_order=False)
+        moved.callbacks.append(lambda _: (message.sent.succeed(), message.received.succeed()))
 
     def _ring(
         self,
@@ -127,9 +162,14 @@ class PerStep:
         rounds: int,
         shift: int,
         segments: int,
+        send_first: bool = False,
         work_of: Callable[[int], Sequence[Work]] | None = None,
     ) -> Steps:
-        """`rounds` chunks to the neighbour, in segments of which two are in flight."""
+        """`rounds` chunks to the neighbour, in segments of which two are in flight.
+
+        `send_first`: gloo's all-gather posts a send before the receive beside it. Between two ranks the notice of
+        that receive waits behind the send.
+        """
         segments = min(segments, max(1, chunk_bytes))
         sizes = [chunk_bytes * (i + 1) // segments - chunk_bytes * i // segments for i in range(segments)]
         to, source = at.neighbour(shift), at.neighbour(-shift)
@@ -147,8 +187,11 @@ class PerStep:
             if k >= in_flight:
                 yield from settle(k - in_flight)
             size = sizes[k % segments]
+            if send_first:
+                sent.append(at.send(to, k, size))
             received.append(at.receive(source, k, size))
-            sent.append(at.send(to, k, size))
+            if not send_first:
+                sent.append(at.send(to, k, size))
         for k in range(max(0, rounds * segments - in_flight), rounds * segments):
             yield from settle(k)
 

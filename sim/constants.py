@@ -11,7 +11,7 @@ from ..policies.mesh import Mesh
 from .collectives import PerStep
 from .costs import Costs
 from .interpreter import Transfer
-from .machine import Machine
+from .machine import Machine, Steps
 from .topology import Topology
 
 WHOLE = ("all_reduce", "reduce", "broadcast")  # their message is the whole tensor
@@ -38,7 +38,7 @@ def with_fixed_costs(experiment: ExperimentConf, spec: ModelSpec, policy: CommPo
 def collective_ns(
     experiment: ExperimentConf, spec: ModelSpec, policy: CommPolicy, *, op: str, axis: str, message_bytes: int
 ) -> int:
-    """One collective on all ranks at once, step by step: from their common start to the last one's end.
+    """One collective on all ranks at once, step by step: from their common start, the mean of their ends.
 
     Args:
         message_bytes: As in `interpreter.Transfer`.
@@ -59,9 +59,13 @@ def collective_ns(
         numel=message_bytes // element_bytes if op in WHOLE else 0,
         element_bytes=element_bytes,
     )
-    ends = [
-        env.process(collectives.run(rank, transfer, tag=mesh.group(axis, rank)))
-        for rank in range(cluster.num_ranks)
-    ]
-    env.run(until=env.all_of(ends))
-    return int(env.now)
+    ends_ns: list[int] = []
+
+    def take_part(rank: int) -> Steps:
+        if rank % 2:
+            yield env.timeout(machine.skew_ns)
+        yield from collectives.run(rank, transfer, tag=mesh.group(axis, rank))
+        ends_ns.append(int(env.now))
+
+    env.run(until=env.all_of([env.process(take_part(rank)) for rank in range(cluster.num_ranks)]))
+    return sum(ends_ns) // len(ends_ns)

@@ -153,6 +153,7 @@ class Executor:
         awaited = progress.awaited
         at = self._ranks[rank].at
         private = not machine.shares_cores
+        skew_ns = machine.skew_ns if rank % 2 else 0
         ns, timeout, run = machine.costs.ns, env.timeout, self._collectives.run
         for item in items:
             for index in item.after:
@@ -163,6 +164,8 @@ class Executor:
             starts_ns[index] = env.now
             if item.transfer is not None:
                 at[worker] = (segment.iteration, item)
+                if skew_ns:
+                    yield timeout(skew_ns)
                 yield from run(rank, item.transfer, (number, index))
             elif not item.only_root or rank == self._root:
                 if private:

@@ -75,7 +75,7 @@ class Folded:
 
     NCCL: rings with one latency a hop, all-reduce by ring or tree, whichever ends first alone (as NCCL's
     tuner does); broadcast and reduce are pipelined rings; all-to-all sends to all peers at once. gloo: as in
-    `collectives`, for ranks that arrive together.
+    `collectives`, for ranks that arrive together (in a ring of two, notices that wait behind data are left out).
     """
 
     def __init__(self, machine: Machine, mesh: Mesh) -> None:

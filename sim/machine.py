@@ -5,11 +5,15 @@ from typing import Any
 
 import simpy
 
-from ..conf.schema import ClusterConf
+from ..conf.schema import Backend, ClusterConf
 from .costs import Costs
 from .interpreter import Work
 from .network import Network, Route
 from .topology import Link, Path, Topology
+
+# Real ranks never come to a collective at one instant, and simulated ones that behave alike always would. A little
+# more than an idle connection's latency decides who waits for whose notice.
+ARRIVAL_SKEW_NS = 100_000
 
 Steps = Generator[Any, Any, None]  # of a simpy process
 
@@ -27,6 +31,8 @@ class Machine:
         self.network = Network(env)
         self.topology = topology
         cluster = costs.cluster
+        # how much later than the others every other rank comes to a collective
+        self.skew_ns = ARRIVAL_SKEW_NS if cluster.backend is Backend.gloo and not folded else 0
         self._per_host = cluster.num_ranks if cluster.host.all_nodes else cluster.devices_per_node
         self._weight = float(self._per_host) if folded else 1.0
         self._cores = _cores(cluster, self._per_host)
@@ -51,6 +57,11 @@ class Machine:
             if ns > slept_ns:
                 amount = (ns - slept_ns) * self.core_share
                 yield self.network.flow(amount, self._core_route(rank), limit=1.0)
+
+    def sending(self, source: int, target: int) -> Any:
+        """The end of what `source` is sending to `target` in order; None if that connection is free."""
+        last = self._last_sent.get((source, target))
+        return None if last is None or last.triggered else last
 
     def latency_ns(self, source: int, target: int) -> int:
         """Of a message, from its last byte's leaving to its arrival."""
