@@ -34,7 +34,7 @@ from twinbed.policies.comm import CommPolicy, build_comm, describe_action, parse
 if TYPE_CHECKING:
     from twinbed.runtime.launcher import LaunchOutcome
 
-PROBE, CALIBRATION, TRAINING = "probe", "calibration", "runtime"
+PROBES, CALIBRATION, TRAINING = ("probe_before", "probe_after"), "calibration", "runtime"
 TIMING = "timing.json"
 
 
@@ -152,19 +152,20 @@ def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...],
     """
     from twinbed.runtime.case import CALIBRATE, Case
     from twinbed.runtime.machine import BusyWatch
-    from twinbed.runtime.probe import cluster_with
+    from twinbed.runtime.probe import cluster_with, merged
     from twinbed.sim.constants import with_fixed_costs
 
-    cases = (
+    before, after = (
         Case(
-            name=PROBE,
-            folder=PROBE,
+            name=name,
+            folder=name,
             experiment=composed.resolved,
             kind="twinbed.runtime.probe:probe_case",
-        ),
-        Case(name=CALIBRATION, folder=CALIBRATION, experiment=composed.resolved, kind=CALIBRATE),
-        _training_case(composed, warnings, TRAINING),
+        )
+        for name in PROBES
     )
+    calibration = Case(name=CALIBRATION, folder=CALIBRATION, experiment=composed.resolved, kind=CALIBRATE)
+    cases = (before, calibration, _training_case(composed, warnings, TRAINING), after)
     watch = BusyWatch()
     outcome = _launch(composed, folder, cases)
     void = watch.reason()
@@ -174,9 +175,9 @@ def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...],
             folder / "sim", composed.resolved, "not predicted: the launch that measures constants failed"
         )
     else:
-        measured = json.loads((folder / PROBE / "probe.json").read_text(encoding="utf-8"))
-        calibration = json.loads((folder / CALIBRATION / "calibration.json").read_text(encoding="utf-8"))
-        cluster = cluster_with(composed.resolved["cluster"], measured, calibration, one_machine=True)
+        probes = [json.loads((folder / name / "probe.json").read_text(encoding="utf-8")) for name in PROBES]
+        found = json.loads((folder / CALIBRATION / "calibration.json").read_text(encoding="utf-8"))
+        cluster = cluster_with(composed.resolved["cluster"], merged(probes), found, one_machine=True)
         experiment = load_experiment(composed.resolved | {"cluster": cluster})
         experiment = with_fixed_costs(experiment, composed.spec, policy)  # so that the record shows them
         predicted = replace(composed, experiment=experiment, resolved=to_dict(experiment))

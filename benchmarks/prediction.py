@@ -19,11 +19,11 @@ from twinbed.policies.comm import build_comm
 from twinbed.runtime.case import CALIBRATE, Case
 from twinbed.runtime.launcher import launch_local
 from twinbed.runtime.machine import BusyWatch
-from twinbed.runtime.probe import cluster_with
+from twinbed.runtime.probe import cluster_with, merged
 from twinbed.sim.constants import with_fixed_costs
 from twinbed.sim.simulate import simulate
 
-STEPS = ("steps=8", "warmup_steps=2")
+STEPS = ("steps=7", "warmup_steps=2")
 MBIT = 1e6 / 8
 
 # 6.1M parameters and little computation; the default gpt_tiny has 3.3M
@@ -152,20 +152,6 @@ def launch(shape: Shape, folder: Path, number: int) -> tuple[list[Row], str | No
             )
         )
     return rows, void
-
-
-def merged(probes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Batches of all probes of a launch, so that medians are over batches spread over it."""
-    first = dict(probes[0])
-    first["ops"] = [
-        row | {"batch_s": [s for probe in probes for s in probe["ops"][i]["batch_s"]]}
-        for i, row in enumerate(first["ops"])
-    ]
-    first["codec"] = {
-        kind: {key: statistics.mean(p["codec"][kind][key] for p in probes) for key in found}
-        for kind, found in first["codec"].items()
-    }
-    return first
 
 
 def _probe_case(name: str, resolved: dict[str, Any]) -> Case:

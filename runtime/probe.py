@@ -157,6 +157,20 @@ def cluster_with(
     return dict(cluster) | {"host": host, "intra_node": intra, "device": device}
 
 
+def merged(probes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several probes of one launch as one: constants wander, so medians are over batches spread over the launch."""
+    first = dict(probes[0])
+    first["ops"] = [
+        {**row, "batch_s": [seconds for probe in probes for seconds in probe["ops"][i]["batch_s"]]}
+        for i, row in enumerate(first["ops"])
+    ]
+    first["codec"] = {
+        kind: {key: statistics.mean(probe["codec"][kind][key] for probe in probes) for key in found}
+        for kind, found in first["codec"].items()
+    }
+    return first
+
+
 def _agreed_mean(values: Sequence[float]) -> list[float]:
     """Means over ranks."""
     import torch

@@ -96,9 +96,9 @@ def experiment(launch, backend):
 
 
 @pytest.mark.parametrize(("launch", "backend"), [("torchrun", "gloo"), ("slurm", "nccl")])
-def test_scripts_are_as_reviewed(launch, backend):
+def test_scripts_are_as_reviewed(launch, backend, same_as_golden):
     text = script_text(Path("/runs/it's here/launch.sh"), experiment(launch, backend))
-    assert text == (GOLDEN / f"launch.{launch}.sh").read_text()
+    same_as_golden(GOLDEN / f"launch.{launch}.sh", text)
 
 
 def test_a_script_is_executable_and_sound(tmp_path):
