@@ -87,12 +87,12 @@ def run_experiment(config: DictConfig, folder: Path) -> None:
         sys.stderr.write(f"twinbed: warning: {warning}\n")
     try:
         _carry_out(composed, policy, warnings, folder)
-    except OSError as err:
-        raise ExperimentError(f"output folder {folder}: {err.strerror or err}") from err
     except ExperimentError as err:
-        if not (folder / RESULT).exists():
-            _write_failed(folder, composed.resolved, str(err))
+        _write_failed(folder, composed.resolved, str(err))
         raise
+    except OSError as err:
+        _write_failed(folder, composed.resolved, str(err))
+        raise ExperimentError(err.strerror or str(err)) from err
     except Exception as err:
         _write_failed(folder, composed.resolved, f"{type(err).__name__}: {err}")
         sys.stderr.write(traceback.format_exc())
@@ -103,8 +103,13 @@ def _carry_out(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...]
     target, launch = composed.experiment.target, composed.experiment.launch
     if target is not Target.sim and launch is not Launch.local:
         from twinbed.runtime.case import write_launch
+        from twinbed.runtime.preflight import check_run
         from twinbed.runtime.script import write_script
 
+        try:
+            check_run(composed.experiment)
+        except ValueError as err:
+            raise ExperimentError(str(err)) from err
         if target is Target.both:
             write_simulation(composed, policy, warnings, folder / "sim")
         write_launch(folder, (_training_case(composed, warnings, TRAINING),), git_commit=git_commit())
@@ -117,6 +122,7 @@ def _carry_out(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...]
         sys.stdout.write(f"{summary(record)}\nrecord: {folder}\n")
     elif target is Target.runtime:
         outcome = _launch(composed, folder, (_training_case(composed, warnings, "."),))
+        _note_unshaped(folder, outcome)
         sys.stdout.write(f"{summary(read_record(folder))}\nrecord: {folder}\n")
         _raise_if_failed(outcome)
     else:
@@ -152,7 +158,7 @@ def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...],
     """
     from twinbed.runtime.case import CALIBRATE, Case
     from twinbed.runtime.machine import BusyWatch
-    from twinbed.runtime.probe import cluster_with, merged
+    from twinbed.runtime.measured import cluster_with, merged
     from twinbed.sim.constants import with_fixed_costs
 
     before, after = (
@@ -169,6 +175,7 @@ def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...],
     watch = BusyWatch()
     outcome = _launch(composed, folder, cases)
     void = watch.reason()
+    _note_unshaped(folder / TRAINING, outcome)
     real = read_record(folder / TRAINING)
     if outcome.status != "ok":
         _write_failed(
@@ -177,7 +184,13 @@ def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...],
     else:
         probes = [json.loads((folder / name / "probe.json").read_text(encoding="utf-8")) for name in PROBES]
         found = json.loads((folder / CALIBRATION / "calibration.json").read_text(encoding="utf-8"))
-        cluster = cluster_with(composed.resolved["cluster"], merged(probes), found, one_machine=True)
+        cluster = cluster_with(
+            composed.resolved["cluster"],
+            merged(probes),
+            found,
+            one_machine=True,
+            links_known=outcome.backend != "none",
+        )
         experiment = load_experiment(composed.resolved | {"cluster": cluster})
         experiment = with_fixed_costs(experiment, composed.spec, policy)  # so that the record shows them
         predicted = replace(composed, experiment=experiment, resolved=to_dict(experiment))
@@ -243,13 +256,24 @@ def _training_case(composed: Composed, warnings: tuple[str, ...], folder: str) -
 
 def _launch(composed: Composed, folder: Path, cases: tuple[Any, ...]) -> "LaunchOutcome":
     from twinbed.runtime.launcher import launch_local
-    from twinbed.runtime.preflight import check_run
+    from twinbed.runtime.preflight import check_devices, check_run
 
     try:
         check_run(composed.experiment)
+        check_devices(composed.experiment.cluster)
     except ValueError as err:
         raise ExperimentError(str(err)) from err
     return launch_local(folder, cluster=composed.experiment.cluster, cases=cases, git_commit=git_commit())
+
+
+def _note_unshaped(folder: Path, outcome: "LaunchOutcome") -> None:
+    """Links that are not as the experiment says are kept in the record."""
+    notes = [f"links are not shaped: {outcome.unshaped_reason}"] if outcome.unshaped_reason else []
+    notes += outcome.notes
+    if notes and (folder / RESULT).exists():
+        result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        result["warnings"] = [*result["warnings"], *notes]
+        write_text(folder / RESULT, json.dumps(result, indent=1, allow_nan=False) + "\n")
 
 
 def _raise_if_failed(outcome: "LaunchOutcome") -> None:
@@ -258,16 +282,20 @@ def _raise_if_failed(outcome: "LaunchOutcome") -> None:
 
 
 def _write_failed(folder: Path, experiment: dict[str, Any], error: str) -> None:
-    """Leave a `failed` record; where not even that can be written, the message on stderr has to do."""
-    target = experiment.get("target")
-    result = new_result(
-        str(target), experiment, seed=int(experiment.get("seed") or 0), git_commit=git_commit()
-    )
-    result["error"] = error
-    try:
-        write_record(folder, Record(result))
-    except OSError as err:
-        sys.stderr.write(f"twinbed: {err.strerror}\n")
+    """Leave a `failed` record, of each target; where none can be written, the message on stderr has to do."""
+    target = str(experiment.get("target"))
+    folders = {target: folder}
+    if target == Target.both.value:
+        folders = {"sim": folder / "sim", "runtime": folder / TRAINING}
+    for side, where in folders.items():
+        if (where / RESULT).exists():
+            continue
+        result = new_result(side, experiment, seed=int(experiment.get("seed") or 0), git_commit=git_commit())
+        result["error"] = error
+        try:
+            write_record(where, Record(result))
+        except OSError as err:
+            sys.stderr.write(f"twinbed: {err.strerror}\n")
 
 
 def git_commit() -> str:

@@ -282,8 +282,8 @@ def _memory_section(report: Report, run: Run) -> Section:
         return section
     csv = report.add_table("memory", table)
     caption = (
-        "Largest size of each class on the fullest rank. The black mark is the peak: the largest sum at one "
-        "time, which may be below the stack."
+        "Largest size of each class on the fullest rank. The black mark is the peak. Simulated: the sum of all "
+        "classes, an upper bound. Measured: what the process or the device held at most."
     )
     uri = report.add_figure("memory", plots.memory_figure(table))
     section.blocks.append(Block(figure_uri=uri, caption=caption, csv=csv))

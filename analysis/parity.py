@@ -159,13 +159,17 @@ def experiment_differences(sim: Mapping[str, Any], real: Mapping[str, Any]) -> l
 def rank_classes(record: Record) -> dict[int, tuple[int, ...]]:
     """Which ranks each ledger rank stands for.
 
-    `result["classes"]` lists the ranks of each class; the first of a class is the one in the ledger. Without
-    it a row that counts all ranks stands for all, and any other rank for itself.
+    `result["classes"]` has for each class the `rank` that is in the ledger, the `count`, and all `ranks` as
+    ranges [start, stop, step]. Without it a row that counts all ranks stands for all, and any other rank for
+    itself.
 
     Raises:
         ValueError: If rows are folded and no class tells into what.
     """
-    classes = {int(ranks[0]): tuple(int(r) for r in ranks) for ranks in record.result.get("classes") or []}
+    classes = {
+        int(entry["rank"]): tuple(sorted(r for ranks in entry["ranks"] for r in range(*ranks)))
+        for entry in record.result.get("classes") or []
+    }
     for row in record.ledger:
         members = classes.get(row.rank)
         if members is None:

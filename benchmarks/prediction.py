@@ -19,7 +19,7 @@ from twinbed.policies.comm import build_comm
 from twinbed.runtime.case import CALIBRATE, Case
 from twinbed.runtime.launcher import launch_local
 from twinbed.runtime.machine import BusyWatch
-from twinbed.runtime.probe import cluster_with, merged
+from twinbed.runtime.measured import cluster_with, merged
 from twinbed.sim.constants import with_fixed_costs
 from twinbed.sim.simulate import simulate
 
@@ -129,7 +129,9 @@ def launch(shape: Shape, folder: Path, number: int) -> tuple[list[Row], str | No
     for setting in shape.settings:
         one = composed[setting]
         found = json.loads((folder / calibrations[setting] / "calibration.json").read_text())
-        cluster = cluster_with(one.resolved["cluster"], merged(probes), found, one_machine=True)
+        cluster = cluster_with(
+            one.resolved["cluster"], merged(probes), found, one_machine=True, links_known=True
+        )
         policy = _policy(one)
         experiment = with_fixed_costs(load_experiment(one.resolved | {"cluster": cluster}), one.spec, policy)
         sim = simulate(experiment, spec=one.spec, policy=policy).result

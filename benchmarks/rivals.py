@@ -6,7 +6,7 @@ own interpreter on the very plans that a training would use; only the transport 
 
 import statistics
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,13 @@ class InMemory:
         with self._lock:
             barrier = self._barriers.setdefault(group.ranks, threading.Barrier(group.size))
         barrier.wait()
+
+    def all_gather(self, group: Group, x: Tensor, out: Tensor) -> None:
+        me = group.ranks[group.index]
+        self._table[me, me] = x.clone()  # `x` may be a part of `out`
+        self._wait(group)
+        out.view(group.size, -1).copy_(torch.stack([self._table[rank, rank] for rank in group.ranks]))
+        self._wait(group)
 
     def all_to_all(self, group: Group, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
         me = group.ranks[group.index]
@@ -99,7 +106,19 @@ def relative_error(world: int, keys: dict[str, Any], *, seed: int) -> float:
     inputs = [scale * (common + torch.randn(world, ELEMENTS, generator=generator)) for _ in range(world)]
     exact = torch.stack(inputs).mean(0)
     outputs = torch.empty(world, ELEMENTS)
-    collectives = InMemory(world)
+
+    def one(rank: int, interpreter: Interpreter) -> None:
+        interpreter.reduce(
+            plan, unit="unit", slices=inputs[rank], out=outputs[rank], segments=(ELEMENTS,), mean=True
+        )
+
+    on_all_ranks(mesh, one)
+    return float((outputs - exact).norm() / exact.norm())
+
+
+def on_all_ranks(mesh: Mesh, call: Callable[[int, Interpreter], None]) -> None:
+    """`call` with its rank and an interpreter, on a thread for each rank of the mesh."""
+    collectives = InMemory(mesh.num_ranks)
     failed: list[BaseException] = []
 
     def one(rank: int) -> None:
@@ -109,21 +128,18 @@ def relative_error(world: int, keys: dict[str, Any], *, seed: int) -> float:
                 Ledger(rank=rank, mesh=mesh),
                 collectives,  # type: ignore[arg-type]
             )
-            interpreter.reduce(
-                plan, unit="unit", slices=inputs[rank], out=outputs[rank], segments=(ELEMENTS,), mean=True
-            )
+            call(rank, interpreter)
         except BaseException as err:
             failed.append(err)
             raise
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(world)]
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(mesh.num_ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if failed:
         raise failed[0]
-    return float((outputs - exact).norm() / exact.norm())
 
 
 def main() -> None:

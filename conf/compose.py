@@ -1,7 +1,9 @@
 """From Hydra's config to typed, checked specs. Every error comes here, before any process starts."""
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,15 @@ from omegaconf.errors import OmegaConfBaseException
 from .deepspeed import read_deepspeed_config
 from .hf import read_hf_config
 from .model_spec import ModelSpec, spec_from_keys
-from .schema import ExperimentConf, Precision, Target
+from .schema import (
+    Backend,
+    ExperimentConf,
+    GradientPath,
+    HpzLifetime,
+    Launch,
+    Precision,
+    Target,
+)
 
 CONFIG_PATH = "pkg://twinbed.conf"
 CONFIG_NAME = "config"
@@ -73,6 +83,7 @@ def from_hydra(config: DictConfig) -> Composed:
     spec = model_spec(experiment)
     _resolve_batch(experiment, spec)
     _check(experiment, spec, warnings)
+    _absolute(experiment)
     return Composed(experiment, spec, to_dict(experiment), tuple(warnings))
 
 
@@ -190,10 +201,93 @@ def _check(experiment: ExperimentConf, spec: ModelSpec, warnings: list[str]) -> 
         )
     if experiment.data.path is not None and experiment.data.name != "text":
         raise ValueError(f"data.path={experiment.data.path!r} has no effect with data={experiment.data.name}")
-    if experiment.train.loss_scale and experiment.precision is not Precision.fp16:
-        warnings.append(f"train.loss_scale has no effect with precision={experiment.precision.value}")
+    warnings += _without_effect(experiment)
+    if experiment.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("train.tensorboard=true needs the package tensorboard: pip install tensorboard")
     if experiment.target is not Target.sim:
         _check_runtime(experiment, spec)
+
+
+def _without_effect(experiment: ExperimentConf) -> list[str]:
+    """Keys that were set, and that nothing reads in this experiment."""
+    comm, train, optimizer = experiment.comm, experiment.train, experiment.optimizer
+    family = comm.policy is None
+    adamw = optimizer.name == "adamw"
+    target = experiment.target
+    qgz = "comm.zero_quantized_gradients=true"
+    readers: list[tuple[str, object, object, bool, str]] = [
+        (
+            "comm.weight_bits",
+            comm.weight_bits,
+            8,
+            comm.zero_quantized_weights,
+            "comm.zero_quantized_weights=true",
+        ),
+        (
+            "comm.weight_block",
+            comm.weight_block,
+            2048,
+            comm.zero_quantized_weights,
+            "comm.zero_quantized_weights=true",
+        ),
+        *(
+            (f"comm.{key}", getattr(comm, key), default, comm.zero_quantized_gradients, qgz)
+            for key, default in (
+                ("gradient_path", GradientPath.two_hop),
+                ("gradient_bits", [4, 4]),
+                ("gradient_block", 256),
+            )
+        ),
+        (
+            "comm.hpz_lifetime",
+            comm.hpz_lifetime,
+            HpzLifetime.micro_batch,
+            comm.zero_hpz_partition_size != 1,
+            "hpZ",
+        ),
+        ("comm.zero_quantized_weights", comm.zero_quantized_weights, False, family, "comm.policy=null"),
+        ("comm.zero_quantized_gradients", comm.zero_quantized_gradients, False, family, "comm.policy=null"),
+        (
+            "comm.overlap",
+            comm.overlap,
+            False,
+            experiment.cluster.backend is Backend.gloo,
+            "cluster.backend=gloo",
+        ),
+        ("optimizer.momentum", optimizer.momentum, 0.0, not adamw, "optimizer=sgd"),
+        ("train.loss_scale", train.loss_scale, 0.0, experiment.precision is Precision.fp16, "precision=fp16"),
+        (
+            "train.lr_min_fraction",
+            train.lr_min_fraction,
+            0.1,
+            train.lr_schedule != "constant",
+            "train.lr_schedule",
+        ),
+        ("train.eval_batches", train.eval_batches, 4, train.eval_every > 0, "train.eval_every"),
+        ("launch", experiment.launch, Launch.local, target is not Target.sim, "target=runtime or both"),
+    ]
+    return [
+        f"{key}={value.value if isinstance(value, Enum) else value} has no effect without {needs}"
+        for key, value, default, read, needs in readers
+        if value != default and not read
+    ]
+
+
+def _absolute(experiment: ExperimentConf) -> None:
+    """Paths are of the folder that the command was given in; ranks may run elsewhere."""
+    for owner, key in (
+        (experiment.data, "path"),
+        (experiment.train, "resume_from"),
+        (experiment.model, "config_json"),
+        (experiment.comm, "config_json"),
+    ):
+        value = getattr(owner, key)
+        if value is not None:
+            setattr(owner, key, str(Path(value).absolute()))
+    policy = experiment.comm.policy
+    if policy is not None and ".py:" in policy:
+        where, _, name = policy.rpartition(":")
+        experiment.comm.policy = f"{Path(where).absolute()}:{name}"
 
 
 def _check_runtime(experiment: ExperimentConf, spec: ModelSpec) -> None:

@@ -134,18 +134,17 @@ class HostConf:
     cores: int = 0  # cores that the ranks of one host share; 0: each rank has its own device
     all_nodes: bool = False  # one machine hosts all nodes: all ranks share its cores
     op_ns: dict[str, int] = field(default_factory=dict)  # fixed cost of one collective: "all_gather/world"
-    op_measured_ns: dict[str, int] = field(
-        default_factory=dict
-    )  # a whole small collective, by kind and message
-    # bytes: "all_gather/world/512"; the simulator takes what the network needs off and has op_ns
+    # a whole small collective, by kind and message bytes: "all_gather/world/512"; the simulator takes off what the
+    # network needs and has op_ns
+    op_measured_ns: dict[str, int] = field(default_factory=dict)
     codec_ns: dict[str, int] = field(default_factory=dict)  # fixed cost of one codec call: "encode8"
     codec_ns_per_element: dict[str, float] = field(default_factory=dict)  # "encode8", "decode4", ...
-    codec_step_ns: int = (
-        0  # all codec work of one optimizer step, where it was measured in its place: the simulator
-    )
-    # scales the two above to it (a probe's buffers are warm, a run's are not)
-    compute_ns: dict[str, int] = field(default_factory=dict)  # wall time of one rank while all compute:
-    # "forward/root", "forward/block.0", "backward/block.0", "step"; empty: the device's roofline
+    # all codec work of one optimizer step, where it was measured in its place: the simulator scales the two above to
+    # it (a probe's buffers are warm, a run's are not)
+    codec_step_ns: int = 0
+    # wall time of one rank while all compute: "forward/root", "forward/block.0", "backward/block.0", "step"; empty:
+    # the device's roofline
+    compute_ns: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require(self.cores >= 0, "cluster.host.cores", self.cores, ">= 0")

@@ -69,9 +69,9 @@ def attach(
 
     Args:
         model: Sharded over the whole world, with the outermost `fully_shard` on itself.
-        comm: A name (`zero3`, `qwz`, `hpz`, `qgz`, `zeropp`, ...), a CommConf, or a policy object of your
-        own. mesh: How ranks lie on nodes; it must agree with the policy's hpZ size. ranks_per_node: In place
-        of `mesh`; by default LOCAL_WORLD_SIZE, as torchrun sets it.
+        comm: A name (`zero3`, `qwz`, `hpz`, `qgz`, `zeropp`, ...), a CommConf, or a policy object of your own.
+        mesh: How ranks lie on nodes; it must agree with the policy's hpZ size.
+        ranks_per_node: In place of `mesh`; by default LOCAL_WORLD_SIZE, as torchrun sets it.
 
     Raises:
         ValueError: If `model` is not under `fully_shard`, `comm` does not shard, or sizes do not fit.
@@ -85,16 +85,14 @@ def attach(
     if policy.placement is not Placement.sharded:
         raise ValueError(
             f"comm={policy.name!r} keeps whole weights on every rank, but the model is sharded; use zero1, "
-            "zero2, "
-            "zero3 or a policy of ZeRO++"
+            "zero2, zero3 or a policy of ZeRO++"
         )
     if mesh is None:
         mesh = Mesh(dist.get_world_size(), ranks_per_node, policy.hpz_size)
     elif policy.hpz_size > 1 and mesh.hpz_size != policy.hpz_size:
         raise ValueError(
             f"mesh.hpz_size={mesh.hpz_size}, but {policy.name!r} keeps copies over {policy.hpz_size} "
-            "ranks; make "
-            "them equal"
+            "ranks; make them equal"
         )
     ledger = Ledger(rank=dist.get_rank(), mesh=mesh)
     device = next(model.parameters()).device
@@ -126,8 +124,7 @@ def _policy(comm: CommConf | CommPolicy | str, ranks_per_node: int) -> tuple[Com
     if comm.overlap:
         raise ValueError(
             "comm.overlap=true: a loop of your own reads gradients before a queued reduction has ended; "
-            "leave it "
-            "false (NCCL overlaps by itself)"
+            "leave it false (NCCL overlaps by itself)"
         )
     return build_comm(comm, num_ranks=dist.get_world_size(), ranks_per_node=ranks_per_node)
 
@@ -135,6 +132,7 @@ def _policy(comm: CommConf | CommPolicy | str, ranks_per_node: int) -> tuple[Com
 def _named(name: str) -> CommConf:
     folder = files("twinbed.conf") / "comm"
     known = sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir())
+    known.remove("deepspeed")  # its keys come from a file: compose it, and pass the CommConf
     if name not in known:
         raise ValueError(f"comm={name!r} is unknown; use one of {known}")
     read = OmegaConf.create((folder / f"{name}.yaml").read_text(encoding="utf-8"))
@@ -147,7 +145,6 @@ def _ranks_per_node() -> int:
     if value is None:
         raise ValueError(
             "ranks_per_node is not given, and LOCAL_WORLD_SIZE is not set (torchrun sets it): say how many "
-            "ranks "
-            "share a node"
+            "ranks share a node"
         )
     return int(value)

@@ -152,7 +152,7 @@ def _record(
         step_phases(report.steps_ns, report.spans, [round(t * 1e9) for t in times_s]) for report in reports
     ]
     result["ranks"] = [
-        {"rank": report.rank, "count": 1, "phases_s": mean_phases(own[warmup:])}
+        {"rank": report.rank, "count": 1, **mean_phases(own[warmup:])}
         for report, own in zip(reports, phases, strict=True)
     ]
     result["phases_s"] = mean_phases([step for own in phases for step in own[warmup:]])

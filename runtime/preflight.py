@@ -1,9 +1,26 @@
 """Everything about a training that can be refused before a process starts. Imports no torch."""
 
+from pathlib import Path
+
 from ..conf.compose import model_spec
-from ..conf.schema import ExperimentConf, Precision
+from ..conf.schema import Backend, ClusterConf, ExperimentConf, Precision
 from .checkpoint import check_resume
 from .data import check_data
+
+
+def check_devices(cluster: ClusterConf) -> None:
+    """Refuse to start ranks of a GPU cluster where the GPUs are not.
+
+    Raises:
+        ValueError: Naming the cluster, the GPUs it needs here and the ways out.
+    """
+    found = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if cluster.backend is Backend.nccl and found < cluster.num_ranks:
+        raise ValueError(
+            f"cluster={cluster.name} with launch=local needs {cluster.num_ranks} GPUs on this machine, found {found}; "
+            "use launch=torchrun or launch=slurm to write a script for the cluster, target=sim to simulate it, or "
+            "cluster=local_2x2"
+        )
 
 
 def check_run(experiment: ExperimentConf) -> None:

@@ -11,12 +11,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..analysis.record import write_text
+from .measured import OpRow, cluster_with
 
 if TYPE_CHECKING:
     from .case import Case
@@ -31,26 +32,6 @@ REPEATS = 8
 CODEC_ELEMENTS = (4_096, 262_144)
 MATMUL_SIZE = 256
 WORK_BYTES = 4 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class OpRow:
-    """One collective, all ranks at once.
-
-    `message_bytes` as the simulator's `Transfer` has it: all_gather: one rank's part; reduce_scatter and
-    all_to_all: the part for one peer; else the whole tensor. `batch_s`: seconds of one call, mean of a batch.
-    """
-
-    op: str
-    axis: str
-    group_size: int
-    message_bytes: int
-    numel: int
-    batch_s: tuple[float, ...]
-
-    @property
-    def seconds(self) -> float:
-        return statistics.median(self.batch_s)
 
 
 def probe_case(case: "Case", context: "WorkerContext") -> None:
@@ -99,78 +80,6 @@ def measure(context: "WorkerContext", *, precision: str) -> dict[str, Any]:
     }
 
 
-def cluster_with(
-    cluster: Mapping[str, Any],
-    measured: Mapping[str, Any],
-    calibration: Mapping[str, Any] | None = None,
-    *,
-    one_machine: bool,
-) -> dict[str, Any]:
-    """A cluster's config with what a probe measured.
-
-    Args:
-        cluster: Plain values of a `ClusterConf`.
-        measured: What `measure` returned.
-        calibration: Plain values of a `calibrate.Calibration` of the experiment, if there was one.
-        one_machine: All nodes share this machine's cores.
-    """
-    rows = [OpRow(**{**row, "batch_s": tuple(row["batch_s"])}) for row in measured["ops"]]
-    small: dict[tuple[str, str], OpRow] = {}
-    large: dict[tuple[str, str], OpRow] = {}
-    for row in rows:
-        key = (row.op, row.axis)
-        if key not in small:
-            small[key] = row
-        else:
-            large[key] = row
-    codec = measured["codec"]
-    host = dict(cluster["host"]) | {
-        "cores": measured["cores"],
-        "all_nodes": one_machine,
-        "op_ns": {},
-        "op_measured_ns": {
-            f"{op}/{axis}/{row.message_bytes}": round(row.seconds * 1e9) for (op, axis), row in small.items()
-        },
-        "codec_ns": {kind: round(found["fixed_ns"]) for kind, found in codec.items()},
-        "codec_ns_per_element": {kind: found["ns_per_element"] for kind, found in codec.items()},
-        "codec_step_ns": calibration["quantize_ns"] if calibration else 0,
-        "compute_ns": dict(calibration["compute_ns"]) if calibration else {},
-    }
-    intra = dict(cluster["intra_node"])
-    for key in (("all_to_all", "local"), ("all_to_all", "world")):
-        # over loopback: within a node, or on a cluster that is one node
-        one_node = key[1] != "world" or measured["num_ranks"] == measured["ranks_per_node"]
-        if key in large and one_node:
-            seconds = large[key].seconds - small[key].seconds
-            nbytes = large[key].message_bytes - small[key].message_bytes  # to each peer on its own connection
-            if seconds > 0:
-                intra["bandwidth_Bps"] = nbytes / seconds
-                intra["latency_ns"] = 0  # of small messages: in op_measured_ns
-            break
-    device = dict(cluster["device"]) | {
-        "flop_per_s": measured["matmul"]["flop_per_s"],
-        "matmul_efficiency": 1.0,
-    }
-    copy = codec["copy"]["ns_per_element"]
-    if copy > 0:
-        device["memory_Bps"] = 8 / copy * 1e9  # a copy reads and writes 4 bytes an element
-    return dict(cluster) | {"host": host, "intra_node": intra, "device": device}
-
-
-def merged(probes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Several probes of one launch as one: constants wander, so medians are over batches spread over the launch."""
-    first = dict(probes[0])
-    first["ops"] = [
-        {**row, "batch_s": [seconds for probe in probes for seconds in probe["ops"][i]["batch_s"]]}
-        for i, row in enumerate(first["ops"])
-    ]
-    first["codec"] = {
-        kind: {key: statistics.mean(probe["codec"][kind][key] for probe in probes) for key in found}
-        for kind, found in first["codec"].items()
-    }
-    return first
-
-
 def _agreed_mean(values: Sequence[float]) -> list[float]:
     """Means over ranks."""
     import torch
@@ -183,12 +92,15 @@ def _agreed_mean(values: Sequence[float]) -> list[float]:
 
 def _timed(call: Callable[[], object], repeats: int) -> float:
     """Mean seconds of one call, all ranks having started together."""
+    import torch
     import torch.distributed as dist
 
     dist.barrier()
     started = time.perf_counter()
     for _ in range(repeats):
         call()
+    if torch.cuda.is_available():  # calls return once they are on their stream
+        torch.cuda.synchronize()
     return (time.perf_counter() - started) / repeats
 
 
@@ -457,6 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         composed.resolved["cluster"],
         measured,
         one_machine=composed.experiment.cluster.backend is Backend.gloo,
+        links_known=outcome.backend != "none",
     )
     cluster |= {"name": arguments.output.stem, "source": "measured by twinbed-probe"}
     try:

@@ -1,5 +1,6 @@
 """The script that starts a launch folder's ranks on a cluster: under torchrun by hand, or through Slurm."""
 
+import re
 import shlex
 from pathlib import Path
 
@@ -67,11 +68,15 @@ def script_text(path: Path, experiment: ExperimentConf) -> str:
     per_node = cluster.devices_per_node
     gpus = cluster.backend is Backend.nccl
     values = {
-        "title": f"twinbed: {experiment.model.name}, {experiment.comm.name}, {cluster.nodes} x {per_node} "
-        f"ranks ({cluster.name})",
+        "title": re.sub(
+            r"[^\w.,:() -]",
+            "_",
+            f"twinbed: {experiment.model.name}, {experiment.comm.name}, {cluster.nodes} x {per_node} ranks "
+            f"({cluster.name})",
+        ),
         "nodes": cluster.nodes,
         "per_node": per_node,
-        "job": f"twinbed-{experiment.comm.name}",
+        "job": "twinbed-" + re.sub(r"[^\w.-]", "_", experiment.comm.name),
         "folder": shlex.quote(str(path.parent)),
         "script": shlex.quote(str(path)),
         "devices": f"#SBATCH --gpus-per-node={per_node}\n"

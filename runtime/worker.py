@@ -179,14 +179,20 @@ def _store(rank: int, world: int) -> "Store":
         store: Store = next(rendezvous("env://", rank, world, timeout=timeout))[0]
         return store
     handed = os.environ.get("TWINBED_STORE_FD")
-    return TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        world,
-        is_master=rank == 0,
-        timeout=timeout,
-        master_listen_fd=int(handed) if handed is not None else None,
-    )
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        return TCPStore(
+            address,
+            port,
+            world,
+            is_master=rank == 0,
+            timeout=timeout,
+            master_listen_fd=int(handed) if handed is not None else None,
+        )
+    except RuntimeError as err:
+        if "EADDRINUSE" in str(err):
+            raise RuntimeError(f"MASTER_PORT={port} is in use on {address}; set another one") from err
+        raise
 
 
 def _report(

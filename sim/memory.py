@@ -65,10 +65,19 @@ def memory_bytes(
         element_bytes=experiment.precision.element_bytes,
         optimizer_bytes=optimizer_bytes(experiment),
     )
+    parameters, gradients, optimizer = states.parameters, states.gradients, states.optimizer
+    if policy.placement is Placement.sharded and policy.reshard_after_forward:
+        # FSDP2 shards the fp32 weights themselves, and their gradients, and casts what it gathers: the master copy
+        # is the parameter
+        shard = -(-num_parameters(spec) // experiment.cluster.num_ranks)
+        parameters = gradients = 4 * shard
+        optimizer = shard * (
+            optimizer_bytes(experiment) - (0 if experiment.precision is Precision.fp32 else 4)
+        )
     held = {
-        "parameters": states.parameters,
-        "gradients": states.gradients,
-        "optimizer": states.optimizer,
+        "parameters": parameters,
+        "gradients": gradients,
+        "optimizer": optimizer,
         "secondary_shard": states.secondary_shard,
         "activations": activation_bytes(spec, experiment),
         "buffers": buffer_bytes(experiment, policy, unit_bytes),

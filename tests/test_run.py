@@ -81,6 +81,37 @@ def test_a_truncated_model_config_is_named(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "result.json").read_text())["status"] == "failed"
 
 
+def test_gpus_that_are_not_there_are_missed_before_a_process_starts(tmp_path: Path) -> None:
+    done = twinbed(
+        "target=runtime",
+        "cluster=dgx_a100",
+        "cluster.nodes=64",
+        f"hydra.run.dir={tmp_path}/out",
+        cwd=tmp_path,
+    )
+    assert done.returncode != 0
+    assert "cluster=dgx_a100 with launch=local needs 512 GPUs on this machine, found" in done.stderr
+    assert not list(tmp_path.glob("out/rank*.log"))
+
+
+def test_a_failed_run_of_both_targets_can_be_reported(tmp_path: Path) -> None:
+    done = twinbed("cluster.nodes=0", f"hydra.run.dir={tmp_path}/out", cwd=tmp_path)
+    assert done.returncode != 0
+    for side in ("sim", "runtime"):
+        result = read_record(tmp_path / "out" / side).result
+        assert (result["status"], result["target"]) == ("failed", side)
+    report = subprocess.run(
+        [sys.executable, "-m", "twinbed.analysis.report", str(tmp_path / "out")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert report.returncode == 0, report.stderr
+    assert "cluster.nodes=0" in report.stdout
+
+
 def test_a_multirun_of_twenty_points_gives_one_table(tmp_path: Path) -> None:
     done = twinbed(
         "-m",
@@ -121,6 +152,8 @@ def test_a_failed_point_does_not_stop_a_multirun(tmp_path: Path) -> None:
     assert status == ["failed", "ok"]
 
 
+@pytest.mark.distributed
+@pytest.mark.timeout(150)
 def test_our_kernels_do_not_shadow_an_installed_package(tmp_path: Path) -> None:
     """Hugging Face's `kernels` must stay importable beside our folder of that name, also in ranks."""
     package = tmp_path / "site" / "kernels"
@@ -136,8 +169,14 @@ def test_our_kernels_do_not_shadow_an_installed_package(tmp_path: Path) -> None:
         "    return ZeroComm(name='mine', ranks_per_node=ranks_per_node)\n"
     )
     done = twinbed(
-        "target=sim",
+        "target=both",
         f"comm.policy={policy}:Mine",
+        "cluster.devices_per_node=1",
+        "model.layers=1",
+        "model.hidden=32",
+        "model.heads=2",
+        "batch.sequence=16",
+        "steps=3",
         f"hydra.run.dir={tmp_path}/out",
         cwd=ROOT,  # the very folder that holds our kernels/
         env={"PYTHONPATH": str(tmp_path / "site")},

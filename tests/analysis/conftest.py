@@ -137,7 +137,10 @@ def make(
         ],
     }
     if folded:
-        result["classes"] = [[0, 2], [1, 3]]
+        result["classes"] = [
+            {"rank": 0, "count": 2, "ranks": [[0, 4, 2]]},
+            {"rank": 1, "count": 2, "ranks": [[1, 4, 2]]},
+        ]
     step_ns = round(step_s * 1e9)
     decisions = [
         Decision(r, i, f"WeightsNeeded {u}", "gather") for r in shown for i in range(2) for u in UNITS

@@ -62,6 +62,29 @@ def test_global_sequences_give_the_accumulation() -> None:
     assert compose(["batch.global_sequences=24", "batch.micro=2"]).experiment.batch.accumulation == 3
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["comm=zero3", "comm.weight_bits=4"],
+            "comm.weight_bits=4 has no effect without comm.zero_quantized_weights",
+        ),
+        (["comm=hpz", "comm.gradient_path=ring"], "comm.gradient_path=ring has no effect without"),
+        (["comm=zero3", "comm.hpz_lifetime=step"], "comm.hpz_lifetime=step has no effect without hpZ"),
+        (["optimizer.momentum=0.9"], "optimizer.momentum=0.9 has no effect without optimizer=sgd"),
+        (["target=sim", "launch=slurm"], "launch=slurm has no effect without target=runtime or both"),
+    ],
+)
+def test_keys_without_effect_are_said(overrides: list[str], message: str) -> None:
+    assert any(warning.startswith(message) for warning in compose(overrides).warnings)
+
+
+def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.txt").write_text("some text " * 200)
+    monkeypatch.chdir(tmp_path)
+    assert compose(["data.path=text.txt"]).experiment.data.path == str(tmp_path / "text.txt")
+
+
 def test_few_steps_are_said() -> None:
     assert any("steps=2 is not more than warmup_steps=2" in w for w in compose(["steps=2"]).warnings)
 

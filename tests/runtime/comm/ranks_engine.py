@@ -103,7 +103,7 @@ def ledgers() -> dict[str, list[tuple[Any, ...]]]:
 
 
 def losses() -> dict[str, list[str]]:
-    """Losses of eight steps as hex, for policies that must not change a bit."""
+    """Losses of fifty steps as hex, for policies that must not change a bit."""
     found = {}
     for name, overlap in (
         ("zero3", False),
@@ -121,7 +121,7 @@ def losses() -> dict[str, list[str]]:
             )
             optimizer = sgd(engine)
             hexes = []
-            for step in range(8):
+            for step in range(50):
                 hexes.append(train_step(engine, ledger, step=step, micro_batches=1).hex())
                 optimize(engine, optimizer)
             found[f"{name} {precision.value}{' overlap' if overlap else ''}"] = hexes

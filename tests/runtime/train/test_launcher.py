@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -263,3 +264,32 @@ def test_a_launch_file_comes_back_and_bad_ones_are_refused(tmp_path):
     (tmp_path / "launch.json").write_text("{")
     with pytest.raises(ValueError, match="is no launch file"):
         read_launch(tmp_path)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(60)
+def test_a_port_in_use_is_named(tmp_path):
+    """Where the port is given, as under torchrun without its own store."""
+    write_launch(tmp_path, [Case(name="one", folder="one", experiment=compose(["target=runtime"]).resolved)])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-m", "twinbed.runtime.worker", str(tmp_path)],
+            env=os.environ
+            | {
+                "RANK": "0",
+                "WORLD_SIZE": "4",
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "PYTHONSAFEPATH": "1",
+            },
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+    assert done.returncode != 0
+    assert f"MASTER_PORT={port} is in use on 127.0.0.1" in done.stderr
+    assert json.loads((tmp_path / "one" / "result.json").read_text())["status"] == "failed"
