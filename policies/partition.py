@@ -37,3 +37,12 @@ def real_elements(numel: int, padded: int, parts: int) -> list[int]:
     """
     size = padded // parts
     return [min(max(numel - size * i, 0), size) for i in range(parts)]
+
+
+def cut_segments(segments: Sequence[int], start: int, end: int) -> tuple[int, ...]:
+    """What of each of consecutive ranges lies in [start, end): the segments of one chunk."""
+    inside, at = [], 0
+    for numel in segments:
+        inside.append(max(0, min(at + numel, end) - max(at, start)))
+        at += numel
+    return tuple(inside)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..kernels import slice_order
 from ..policies.mesh import Mesh
-from ..policies.partition import copy_slice
+from ..policies.partition import copy_slice, cut_segments
 from ..policies.plan import (
     AllGather,
     AllReduce,
@@ -150,15 +150,6 @@ class Interpreter:
             piece.run(x_Sn[:, start:end], out_Tn[:, start:end], (start, end))
         if mean and any(getattr(step, "op", None) is ReduceOp.mean for step in plan.steps):
             out_Tn.div_(self.mesh.num_ranks)
-
-
-def cut_segments(segments: Sequence[int], start: int, end: int) -> tuple[int, ...]:
-    """What of each range lies in [start, end)."""
-    inside, at = [], 0
-    for numel in segments:
-        inside.append(max(0, min(at + numel, end) - max(at, start)))
-        at += numel
-    return tuple(inside)
 
 
 class _Piece:

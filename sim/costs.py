@@ -96,10 +96,6 @@ class Costs:
     def op_ns(self, op: str, axis: str) -> int:
         return self.cluster.host.op_ns.get(f"{op}/{axis}", 0)
 
-    def tally(self, key: str) -> Tally:
-        """What "forward/block", "backward/block", "forward/embed", "backward/head", ... comes to."""
-        return self._tallies[key]
-
     @cached_property
     def engine_copies(self) -> bool:
         """Whether FSDP's own copies are work of their own: a probed computation holds them already."""

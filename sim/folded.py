@@ -27,10 +27,6 @@ class Reach:
     peers_outside: int  # of one rank, on other nodes
     per_node: int  # ranks of one node that take part, in whatever group
 
-    @property
-    def peers_inside(self) -> int:
-        return self.size - 1 - self.peers_outside
-
 
 @dataclass(frozen=True, slots=True)
 class Stage:

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from ..policies.mesh import LOCAL, NODE, WORLD, Mesh
+from ..policies.partition import cut_segments
 from ..policies.plan import (
     AllGather,
     AllReduce,
@@ -123,19 +124,10 @@ def interpret(
     cuts = block_aligned_cuts(sum(segments), plan.chunks, quantizers[0].block if quantizers else 1)
     pieces: list[Piece] = []
     for start, end in cuts:
-        walk = _Walk(plan, goal, _cut(segments, start, end), mesh, element_bytes)
+        walk = _Walk(plan, goal, cut_segments(segments, start, end), mesh, element_bytes)
         walk.run(pieces)
     kinds = {type(step) for step in plan.steps}
     return Interpreted(tuple(pieces), StoreCopy in kinds, LoadCopy in kinds)
-
-
-def _cut(segments: Sequence[int], start: int, end: int) -> tuple[int, ...]:
-    inside = []
-    at = 0
-    for numel in segments:
-        inside.append(max(0, min(at + numel, end) - max(at, start)))
-        at += numel
-    return tuple(inside)
 
 
 class _Walk:
