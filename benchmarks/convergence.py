@@ -26,8 +26,11 @@ POLICIES = {
 }
 
 
-def run(folder: Path) -> dict[tuple[str, int], tuple[list[float], float]]:
-    """(policy, seed) -> (training losses, validation loss)."""
+Losses = tuple[list[float], list[list[float]]]  # of each training step; (step, loss) of each validation
+
+
+def run(folder: Path) -> dict[tuple[str, int], Losses]:
+    """(policy, seed) -> losses."""
     cases, cluster = [], None
     for seed in SEEDS:
         for policy, keys in POLICIES.items():
@@ -41,8 +44,8 @@ def run(folder: Path) -> dict[tuple[str, int], tuple[list[float], float]]:
                     f"steps={STEPS}",
                     "train.warmup_lr_steps=20",
                     "train.lr_schedule=cosine",
-                    f"train.eval_every={STEPS}",
-                    "train.eval_batches=32",
+                    "train.eval_every=50",
+                    "train.eval_batches=16",
                 ]
             )
             cluster = composed.experiment.cluster
@@ -56,11 +59,11 @@ def run(folder: Path) -> dict[tuple[str, int], tuple[list[float], float]]:
     for case in cases:
         policy, _, seed_text = case.name.rpartition("-")
         result = read_record(folder / case.name).result
-        found[policy, int(seed_text)] = (result["loss"], result["validation_loss"][-1][1])
+        found[policy, int(seed_text)] = (result["loss"], result["validation_loss"])
     return found
 
 
-def report(found: dict[tuple[str, int], tuple[list[float], float]], folder: Path) -> None:
+def report(found: dict[tuple[str, int], Losses], folder: Path) -> None:
     """Table, CSV and a picture."""
     from matplotlib.figure import Figure
 
@@ -82,21 +85,29 @@ def report(found: dict[tuple[str, int], tuple[list[float], float]], folder: Path
         ]
     with (folder / "convergence.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["policy", "seed", "step", "loss"], *rows])
-    figure = Figure(figsize=(8, 5))
-    axes = figure.subplots()
+    figure = Figure(figsize=(11, 5))
+    training, validation = figure.subplots(1, 2, sharey=True)
     for policy in POLICIES:
         curves = [found[policy, seed][0] for seed in SEEDS]
         mean = [statistics.mean(values) for values in zip(*curves, strict=True)]
         smooth = [statistics.mean(mean[max(0, i - 9) : i + 1]) for i in range(len(mean))]
-        axes.plot(smooth, label=policy)
-    axes.set(xlabel="step", ylabel="training loss (mean of seeds and of 10 steps)")
-    axes.legend()
+        training.plot(smooth, label=policy)
+        steps = [step for step, _ in found[policy, SEEDS[0]][1]]
+        held_out = [
+            statistics.mean(found[policy, seed][1][i][1] for seed in SEEDS) for i in range(len(steps))
+        ]
+        validation.plot(steps, held_out, marker="o", label=policy)
+    training.set(
+        xlabel="step", ylabel="loss in nats a byte, mean of the seeds", title="training, mean of 10 steps"
+    )
+    validation.set(xlabel="step", title="validation")
+    training.legend()
     figure.savefig(folder / "convergence.png", dpi=130)
     print(f"wrote {folder}/convergence.png and convergence.csv")
 
 
-def _final(losses: list[float], validation: float) -> tuple[float, float]:
-    return statistics.mean(losses[-TAIL:]), validation
+def _final(losses: list[float], validation: list[list[float]]) -> tuple[float, float]:
+    return statistics.mean(losses[-TAIL:]), validation[-1][1]
 
 
 def main(argv: list[str] | None = None) -> None:
