@@ -39,7 +39,7 @@ def test_steps_must_agree_on_chunks() -> None:
 
 
 def test_a_sequence_waits_for_the_step_before() -> None:
-    plan = Plan((Quantize(bits=8, block=2), AllGather(axis="world"), Dequantize(after=(0,))))
+    plan = Plan((Quantize(bits=8, block=4), AllGather(axis="world"), Dequantize(after=(0,))))
     assert [plan.dependencies(i) for i in range(3)] == [(), (0,), (0,)]
 
 
