@@ -14,7 +14,7 @@ from torch.nn.utils import get_total_norm
 from ..conf.compose import load_experiment, model_spec
 from ..conf.model_spec import ModelSpec
 from ..conf.schema import ExperimentConf, OptimizerConf, Recompute
-from ..policies.comm import Placement, build_comm
+from ..policies.comm import build_comm
 from ..policies.mesh import Mesh
 from .case import Case
 from .checkpoint import (
@@ -103,7 +103,6 @@ class Trainer:
             experiment.comm, num_ranks=context.num_ranks, ranks_per_node=context.ranks_per_node
         )
         mesh = Mesh(context.num_ranks, context.ranks_per_node, policy.hpz_size)
-        self._sharded = policy.placement is Placement.sharded
         self.ledger = Ledger(rank=context.rank, mesh=mesh)
         activate(self.ledger)
         collectives = build_collectives(backend_of(context.device), communicate=communicate)
@@ -256,11 +255,7 @@ class Trainer:
             norm = float(get_total_norm(gradients))  # of this rank's part: that of a DTensor is an all-reduce
             torch._foreach_mul_(gradients, clip_factor(norm, max_norm))
             return norm
-        if not self._sharded:
-            return self.engine.clip_gradients(max_norm)
-        # For the most part it waits for the slowest rank.
-        with self.ledger.span(LIBRARY_STREAM, "all_reduce of the norm"):
-            return self.engine.clip_gradients(max_norm)
+        return self.engine.clip_gradients(max_norm)
 
     def _save(self, folder: Path, step: int) -> None:
         saved = save_checkpoint(

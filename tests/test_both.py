@@ -114,7 +114,7 @@ def test_a_hugging_face_model_in_a_loop_of_its_own(tmp_path: Path) -> None:
         [
             str(Path(sys.executable).with_name("torchrun")),
             "--nproc-per-node=2",
-            "--master-port=0",
+            "--standalone",
             str(ROOT / "examples" / "attach_gpt2.py"),
             "zeropp",
             "4",

@@ -93,7 +93,10 @@ def test_a_row_that_counts_all_ranks_needs_no_class(make_record: Make) -> None:
 
 def test_classes_that_do_not_fit_are_refused(make_record: Make) -> None:
     sim = make_record(folded=True)
-    sim.result["classes"] = [[0, 1, 2], [1, 3]]
+    sim.result["classes"] = [
+        {"rank": 0, "count": 3, "ranks": [[0, 3, 1]]},
+        {"rank": 1, "count": 2, "ranks": [[1, 4, 2]]},
+    ]
     with pytest.raises(ValueError, match=r"rank 0 counts 2 ranks, its class in result\.json has 3"):
         compare_records(sim, make_record("runtime"))
     del sim.result["classes"]

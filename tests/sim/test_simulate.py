@@ -473,8 +473,9 @@ def test_states_of_zero_stages(make_experiment, make_spec):
     assert states("ddp") == (2, 2, 12, 0)
     assert states("zero1") == (2, 2, 3, 0)
     assert states("zero2") == (2, 0.5, 3, 0)
-    assert states("zero3") == (0.5, 0.5, 3, 0)
-    assert states("hpz") == (0.5, 0.5, 3, 1)
+    # FSDP2 shards the fp32 weights themselves: the master copy is the parameter, its gradient fp32 too
+    assert states("zero3") == (1, 1, 2, 0)
+    assert states("hpz") == (1, 1, 2, 1)
     assert states("ddp", precision=Precision.fp32) == (4, 4, 8, 0)
     momentum = OptimizerConf(name="sgd", momentum=0.9)
     assert states("ddp", optimizer=momentum) == (2, 2, 8, 0)

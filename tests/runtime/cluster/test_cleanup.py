@@ -20,6 +20,7 @@ pytestmark = [
 # holds a copy of every descriptor of the owner and lives on: the keeper must not wait for its end.
 OWNER = """
 import os, pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started deaf to it
 from twinbed.runtime.cluster.local import LinkShape, LocalCluster
 link = LinkShape(bandwidth_Bps=1e7, latency_ns=0)
 with LocalCluster(nodes=2, ranks_per_node=1, link=link, backend="tap") as cluster:

@@ -91,7 +91,8 @@ def test_hpz_and_overlap_do_not_change_a_bit(launch):
     for found in launch("ranks_engine", "losses", 4):
         for dtype in ("fp32", "bf16"):
             exact = found[f"zero3 {dtype}"]
-            assert len(set(exact)) == 8
+            assert len(exact) == 50
+            assert len(set(exact)) > 40  # it learns
             for name in ("zero3", "hpz"):
                 assert found[f"{name} {dtype} overlap"] == exact
             for name in ("hpz", "hpz_step"):
