@@ -19,7 +19,16 @@ COMPARED = tuple(f.name for f in fields(LedgerRow) if f.name != "count")
 
 # Keys in which a prediction and its run may differ without being different experiments: the target itself,
 # how the run is started, and costs that a probe fills in for one side.
-_FREE_KEYS = ("target", "launch", "cluster.host", "cluster.source", "cluster.guesses", "hydra")
+_FREE_KEYS = (
+    "target",
+    "launch",
+    "cluster.host",
+    "cluster.source",
+    "cluster.guesses",
+    "cluster.intra_node",
+    "cluster.device.memory_Bps",
+    "hydra",
+)
 
 
 def compare_records(
