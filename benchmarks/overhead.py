@@ -16,7 +16,7 @@ from twinbed.conf.compose import compose, load_experiment
 from twinbed.runtime.case import Case
 from twinbed.runtime.launcher import launch_local
 
-PAIRS, WARMUP = 40, 3
+PAIRS, WARMUP = 100, 3
 CLUSTERS = {
     "unshaped": ("cluster.shaped=false",),
     "500 Mbit/s": ("cluster.inter_node.bandwidth_Bps=62.5e6",),
@@ -34,6 +34,7 @@ def run_pairs(case: Case, context: Any) -> None:
     from torch.nn.utils import get_total_norm
 
     from twinbed.policies.mesh import Mesh
+    from twinbed.runtime.dispatch import activate
     from twinbed.runtime.model import GPT
     from twinbed.runtime.ring import ring_reduce_scatter
     from twinbed.runtime.trainer import Trainer
@@ -86,6 +87,7 @@ def run_pairs(case: Case, context: Any) -> None:
         for name, call in order if step % 2 else reversed(order):
             dist.barrier()
             started = time.perf_counter()
+            activate(trainer.ledger if name == "twinbed" else None)
             call(step)
             dist.barrier()
             if step >= WARMUP:

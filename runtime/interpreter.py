@@ -143,11 +143,16 @@ class Interpreter:
     ) -> None:
         if sum(segments) != x_Sn.shape[1]:
             raise ValueError(f"segments of {unit} hold {sum(segments)} elements, its slice {x_Sn.shape[1]}")
-        quantizers = [step for step in plan.steps if isinstance(step, Quantize)]
-        cuts = block_aligned_cuts(x_Sn.shape[1], plan.chunks, quantizers[0].block if quantizers else 1)
-        for start, end in cuts:
-            piece = _Piece(self, plan, unit, cut_segments(segments, start, end), x_Sn.dtype, copies)
-            piece.run(x_Sn[:, start:end], out_Tn[:, start:end], (start, end))
+        if plan.chunks == 1:
+            if x_Sn.shape[1]:
+                piece = _Piece(self, plan, unit, tuple(segments), x_Sn.dtype, copies)
+                piece.run(x_Sn, out_Tn, (0, x_Sn.shape[1]))
+        else:
+            quantizers = [step for step in plan.steps if isinstance(step, Quantize)]
+            block = quantizers[0].block if quantizers else 1
+            for start, end in block_aligned_cuts(x_Sn.shape[1], plan.chunks, block):
+                piece = _Piece(self, plan, unit, cut_segments(segments, start, end), x_Sn.dtype, copies)
+                piece.run(x_Sn[:, start:end], out_Tn[:, start:end], (start, end))
         if mean and any(getattr(step, "op", None) is ReduceOp.mean for step in plan.steps):
             out_Tn.div_(self.mesh.num_ranks)
 
@@ -181,17 +186,17 @@ class _Piece:
         values: list[Value] = []
         steps = self.plan.steps
         last = max((i for i, step in enumerate(steps) if not isinstance(step, StoreCopy)), default=-1)
+        target = out_Tn if out_Tn.is_contiguous() else None
         for i, step in enumerate(steps):
             dependencies = self.plan.dependencies(i)
             value = values[dependencies[-1]] if dependencies else start
             # The last step may write where its result is wanted.
-            out = out_Tn if i == last and out_Tn.is_contiguous() else None
-            values.append(self._step(i, step, value, out))
+            values.append(self._step(i, step, value, target if i == last else None))
         value = values[-1] if values else start
         if isinstance(value, Coded) and not value.decoded:
             raise ValueError(f"plan '{self.plan.describe()}' ends with quantized data")
-        x = self._plain(value, out_Tn if out_Tn.is_contiguous() else None)
-        if x.parts != 1 or x.slices != len(out_Tn):
+        x = self._plain(value, target)
+        if x.parts != 1 or x.slices != out_Tn.shape[0]:
             raise ValueError(
                 f"plan '{self.plan.describe()}' ends with {x.parts} part(s) of {x.slices} slice(s); "
                 f"{self.unit} must end with 1 part of {len(out_Tn)}"
@@ -327,10 +332,11 @@ class _Piece:
                 self.collectives.all_gather(group, value.messages.view(-1), gathered.view(-1))
             return replace(value, messages=gathered, slices=len(gathered))
         x_Sn = self._sent(value).x_PSn[0]
-        rows = group.size * len(x_Sn)
+        num_slices = x_Sn.shape[0]
+        rows = group.size * num_slices
         if out is None or out.shape[0] != rows or out.dtype != x_Sn.dtype:
             out = x_Sn.new_empty(rows, self.numel)
-        with self._row("all_gather", group, stream, group.size, len(x_Sn)):
+        with self._row("all_gather", group, stream, group.size, num_slices):
             self.collectives.all_gather(group, x_Sn.view(-1), out.view(-1))
         return Plain(out[None])
 
@@ -376,7 +382,7 @@ class _Piece:
         x_gn = value.x_PSn.view(group.size, -1)
         codec = Codec(self.segments, step.hop_bits, step.hop_block).times(share) if step.hop_bits else None
         dtype = torch.float32 if codec is not None else self.dtype
-        if out is None or len(out) != share or out.dtype != dtype:
+        if out is None or out.shape[0] != share or out.dtype != dtype:
             out = torch.empty(share, self.numel, dtype=dtype, device=x_gn.device)
         with self._row("reduce_scatter", group, stream, 1, value.slices):
             self.collectives.reduce_scatter(group, x_gn, out.view(-1), codec)
@@ -385,6 +391,8 @@ class _Piece:
     def _sent(self, value: Value) -> Plain:
         """As it goes on the wire: contiguous, in order and in the wire's dtype."""
         x = self._plain(value, None)
+        if x.order is None and x.x_PSn.dtype == self.dtype and x.x_PSn.is_contiguous() and x.parts == 1:
+            return x
         return Plain(x.in_order().to(self.dtype)[None])
 
     def _row(self, op: str, group: Group, stream: str, times: int, slices: int) -> Collecting:

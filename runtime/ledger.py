@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 from ..analysis.record import Decision, LedgerRow, Span
 from ..policies.comm import CommEvent, describe_action, describe_event
@@ -45,8 +45,9 @@ class Ledger:
     def __init__(self, *, rank: int, mesh: Mesh) -> None:
         self.rank = rank
         self.mesh = mesh
-        self.rows: list[LedgerRow] = []
-        self.spans: list[Span] = []
+        # Plain tuples until somebody asks: to make a record costs several times what to append a tuple does.
+        self._rows: list[tuple[Any, ...]] = []
+        self._spans: list[tuple[int, str, str, int, int, int]] = []
         self._decided: list[tuple[int, CommEvent, Plan | None]] = []
         self._labels = Labels()
         self._local = (
@@ -125,21 +126,10 @@ class Ledger:
         labels = self.labels
         if labels.phase == SETUP or len(group) == 1 or not payload_bytes:
             return
-        self.rows.append(
-            LedgerRow(
-                self.rank,
-                LIBRARY_STREAM,
-                labels.iteration,
-                labels.phase,
-                labels.layer,
-                op,
-                self._axes.get(group, "other"),
-                len(group),
-                payload_bytes,
-                sent.wire_bytes,
-                sent.inter_node_bytes,
-            )
-        )
+        axis = self._axes.get(group, "other")
+        where = (self.rank, LIBRARY_STREAM, labels.iteration, labels.phase, labels.layer)
+        sizes = (payload_bytes, sent.wire_bytes, sent.inter_node_bytes)
+        self._rows.append((*where, op, axis, len(group), *sizes))
 
     def span(self, stream: str, name: str, nbytes: int = 0) -> "Timed":
         """A `with` block that takes time on `stream` (CLOCK_MONOTONIC, which all ranks of a host share)."""
@@ -148,6 +138,16 @@ class Ledger:
     def decided(self, event: CommEvent, plan: Plan | None) -> None:
         """The policy was asked, and answered."""
         self._decided.append((self.labels.iteration, event, plan))
+
+    @property
+    def rows(self) -> list[LedgerRow]:
+        """All collectives so far, in the order in which they ended."""
+        return [LedgerRow(*row) for row in self._rows]
+
+    @property
+    def spans(self) -> list[Span]:
+        """All spans so far, in the order in which they ended."""
+        return [Span(*span) for span in self._spans]
 
     @property
     def decisions(self) -> list[Decision]:
@@ -220,23 +220,11 @@ class Collecting:
         labels = ledger.labels
         if kind is not None or labels.phase == SETUP:
             return
-        ledger.rows.append(
-            LedgerRow(
-                ledger.rank,
-                self._stream,
-                labels.iteration,
-                labels.phase,
-                self._layer,
-                self._op,
-                self._axis,
-                self._group_size,
-                self._payload_bytes,
-                self.wire_bytes,
-                self.inter_node_bytes,
-            )
-        )
+        where = (ledger.rank, self._stream, labels.iteration, labels.phase, self._layer)
+        sizes = (self._payload_bytes, self.wire_bytes, self.inter_node_bytes)
+        ledger._rows.append((*where, self._op, self._axis, self._group_size, *sizes))
         name = f"{self._op} {self._layer}".rstrip()
-        ledger.spans.append(Span(ledger.rank, self._stream, name, self._start_ns, end_ns, self.wire_bytes))
+        ledger._spans.append((ledger.rank, self._stream, name, self._start_ns, end_ns, self.wire_bytes))
 
 
 class Timed:
@@ -257,6 +245,6 @@ class Timed:
         end_ns = time.monotonic_ns()
         ledger = self._ledger
         if kind is None and ledger.labels.phase != SETUP:
-            ledger.spans.append(
-                Span(ledger.rank, self._stream, self._name, self._start_ns, end_ns, self._nbytes)
+            ledger._spans.append(
+                (ledger.rank, self._stream, self._name, self._start_ns, end_ns, self._nbytes)
             )

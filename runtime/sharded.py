@@ -63,6 +63,7 @@ class ShardedHooks:
         self._evaluated = False
         self._micro_batch, self._num_micro_batches = 0, 1
         self._plans: dict[str, Plan | None] = {}  # of this micro-batch's gradients; empty: not asked yet
+        self._said: dict[str, tuple[bool, bool]] = {}  # (reduce, reshard) as FSDP2 was last told
         self._unsaid: list[GradientsReady] = []  # decisions to move nothing, to be logged in their turn
         self._hooks = [_UnitHooks(self, name, module, wire_dtype) for name, module in units.items()]
         root = units[ROOT]
@@ -84,9 +85,11 @@ class ShardedHooks:
         for name in self._backward_order():
             event = GradientsReady(name, index, count)
             plan = self._plans[name] = self.policy.decide(event)
-            module = self.units[name]
-            module.set_requires_gradient_sync(plan is not None, recurse=False)
-            module.set_reshard_after_backward(reshard, recurse=False)
+            said = (plan is not None, reshard)
+            if self._said.get(name) != said:
+                self._said[name] = said
+                self.units[name].set_requires_gradient_sync(said[0], recurse=False)
+                self.units[name].set_reshard_after_backward(said[1], recurse=False)
             if plan is None:
                 self._unsaid.append(event)
         self.units[ROOT].set_is_last_backward(last)

@@ -290,9 +290,9 @@ class Trainer:
             steps_ns=self.progress.steps_ns,
             metrics=self.progress.metrics,
             laps=self.laps.laps,
-            rows=list(self.ledger.rows),
-            spans=list(self.ledger.spans),
-            decisions=list(self.ledger.decisions) if self.context.rank == 0 else [],
+            rows=self.ledger.rows,
+            spans=self.ledger.spans,
+            decisions=self.ledger.decisions if self.context.rank == 0 else [],
             decision_digest=decision_digest(self.ledger.decisions),
             memory_bytes={
                 "parameters": local_bytes(self.engine.parameters()),

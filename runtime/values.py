@@ -40,7 +40,8 @@ class Plain:
 
     def in_order(self) -> Tensor:
         """[S, n], contiguous, of the only part."""
-        return self.pick(0, self.slices).contiguous()
+        x_Sn = self.x_PSn[0] if self.order is None else self.pick(0, self.slices)
+        return x_Sn.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
