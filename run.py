@@ -1,6 +1,9 @@
 """The one entry point: `python run.py [overrides]`, installed as `twinbed`. Plain Hydra."""
 
+import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -42,6 +45,14 @@ class ExperimentError(Exception):
     """The experiment cannot be run, or has failed; the message is for the user."""
 
 
+class InterruptedRunError(Exception):
+    """Somebody ended the run. `code`: what the process is to exit with."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__("interrupted")
+        self.code = code
+
+
 @hydra.main(config_path=CONFIG_PATH, config_name=CONFIG_NAME, version_base="1.3")  # type: ignore[untyped-decorator]
 def _hydra_main(config: DictConfig) -> None:
     from hydra.core.hydra_config import HydraConfig
@@ -55,6 +66,10 @@ def _hydra_main(config: DictConfig) -> None:
             raise  # Hydra goes on with the other points only after an exception
         sys.stderr.write(f"twinbed: {err}\n")
         sys.exit(1)
+    except InterruptedRunError as err:  # ends a multirun too
+        sys.stderr.write("twinbed: interrupted; the record says so\n")
+        sys.stderr.flush()
+        os._exit(err.code)  # not by SystemExit, which Hydra would take for one point's end
 
 
 def main() -> None:
@@ -90,6 +105,10 @@ def run_experiment(config: DictConfig, folder: Path) -> None:
     except ExperimentError as err:
         _write_failed(folder, composed.resolved, str(err))
         raise
+    except (KeyboardInterrupt, SystemExit) as err:  # Ctrl-C; the launcher turns SIGTERM into SystemExit
+        _write_failed(folder, composed.resolved, "interrupted")
+        code = err.code if isinstance(err, SystemExit) else 128 + signal.SIGINT
+        raise InterruptedRunError(code if isinstance(code, int) else 1) from err
     except OSError as err:
         _write_failed(folder, composed.resolved, str(err))
         raise ExperimentError(err.strerror or str(err)) from err
@@ -101,6 +120,13 @@ def run_experiment(config: DictConfig, folder: Path) -> None:
 
 def _carry_out(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...], folder: Path) -> None:
     target, launch = composed.experiment.target, composed.experiment.launch
+    if target is not Target.sim:
+        from twinbed.sim.simulate import check_plans
+
+        try:  # of a policy of one's own: before any process starts
+            check_plans(composed.experiment, spec=composed.spec, policy=policy)
+        except ValueError as err:
+            raise ExperimentError(str(err)) from err
     if target is not Target.sim and launch is not Launch.local:
         from twinbed.runtime.case import write_launch
         from twinbed.runtime.preflight import check_run
@@ -122,6 +148,7 @@ def _carry_out(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...]
         sys.stdout.write(f"{summary(record)}\nrecord: {folder}\n")
     elif target is Target.runtime:
         outcome = _launch(composed, folder, (_training_case(composed, warnings, "."),))
+        _raise_without_record(outcome, folder)
         _note_unshaped(folder, outcome)
         sys.stdout.write(f"{summary(read_record(folder))}\nrecord: {folder}\n")
         _raise_if_failed(outcome)
@@ -175,12 +202,13 @@ def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...],
     watch = BusyWatch()
     outcome = _launch(composed, folder, cases)
     void = watch.reason()
+    _raise_without_record(outcome, folder / TRAINING)
     _note_unshaped(folder / TRAINING, outcome)
     real = read_record(folder / TRAINING)
     if outcome.status != "ok":
-        _write_failed(
-            folder / "sim", composed.resolved, "not predicted: the launch that measures constants failed"
-        )
+        alone = composed.resolved | {"target": Target.sim.value}
+        _write_failed(folder / "sim", alone, "not predicted: the launch that measures constants failed")
+        _raise_without_record(outcome, folder / "sim")
     else:
         probes = [json.loads((folder / name / "probe.json").read_text(encoding="utf-8")) for name in PROBES]
         found = json.loads((folder / CALIBRATION / "calibration.json").read_text(encoding="utf-8"))
@@ -249,9 +277,15 @@ def _training_case(composed: Composed, warnings: tuple[str, ...], folder: str) -
         name=TRAINING,
         folder=folder,
         experiment=composed.resolved,
-        tensorboard=composed.experiment.train.tensorboard,
+        tensorboard=_wants_tensorboard(composed),
         warnings=warnings,
     )
+
+
+def _wants_tensorboard(composed: Composed) -> bool:
+    """train.tensorboard=null: where the package is installed."""
+    asked = composed.experiment.train.tensorboard
+    return importlib.util.find_spec("tensorboard") is not None if asked is None else asked
 
 
 def _launch(composed: Composed, folder: Path, cases: tuple[Any, ...]) -> "LaunchOutcome":
@@ -274,6 +308,12 @@ def _note_unshaped(folder: Path, outcome: "LaunchOutcome") -> None:
         result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         result["warnings"] = [*result["warnings"], *notes]
         write_text(folder / RESULT, json.dumps(result, indent=1, allow_nan=False) + "\n")
+
+
+def _raise_without_record(outcome: "LaunchOutcome", folder: Path) -> None:
+    """A disk that is full takes the record too; the launch's own reason has to do then."""
+    if outcome.status != "ok" and not (folder / RESULT).exists():
+        raise ExperimentError(outcome.error or "the launch failed")
 
 
 def _raise_if_failed(outcome: "LaunchOutcome") -> None:

@@ -43,6 +43,7 @@ class SweptRun:
     sim: Mapping[str, Any] | None
     real: Mapping[str, Any] | None
     parity: Mapping[str, Any] | None
+    broken: str | None = None  # why its files could not be read: the other runs are still worth a table
 
     @property
     def main(self) -> Mapping[str, Any] | None:
@@ -74,7 +75,8 @@ def load(folder: Path) -> Run | Sweep:
     if children:
         runs = [_load_swept(child) for child in sorted(children, key=_numeric_order)]
         if all(run.main is None for run in runs):
-            raise ValueError(f"{folder}: none of its {len(runs)} runs has left a {RESULT}")
+            why = next((f"; {run.broken}" for run in runs if run.broken), "")
+            raise ValueError(f"{folder}: none of its {len(runs)} runs has left a {RESULT}{why}")
         return Sweep(folder, runs)
     raise ValueError(
         f"{folder} holds no records: expected {RESULT} (a run), {SIM}/ and {REAL}/ (target=both), or "
@@ -115,6 +117,13 @@ def _load_both(folder: Path) -> Run:
 
 
 def _load_swept(folder: Path) -> SweptRun:
+    try:
+        return _read_swept(folder)
+    except ValueError as err:
+        return SweptRun(folder.name, _overrides(folder), None, None, None, broken=str(err))
+
+
+def _read_swept(folder: Path) -> SweptRun:
     sim = real = None
     if (folder / RESULT).is_file():
         result = _result(folder)

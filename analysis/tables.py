@@ -314,13 +314,13 @@ def _per_node(result: Mapping[str, Any]) -> float | None:
 def _sweep_status(run: SweptRun) -> str:
     states = [str(result.get("status")) for result in (run.sim, run.real) if result is not None]
     if not states:
-        return "no record"
+        return "broken" if run.broken else "no record"
     return next((state for state in ("failed", "oom") if state in states), states[0])
 
 
 def _sweep_error(run: SweptRun) -> str:
     if run.main is None:
-        return "the run left no result.json"
+        return run.broken or "the run left no result.json"
     errors = [result.get("error") for result in (run.sim, run.real) if result is not None]
     return "; ".join(dict.fromkeys(str(error) for error in errors if error))
 

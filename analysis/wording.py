@@ -127,7 +127,7 @@ def sweep_summary(sweep: Sweep) -> list[str]:
     """How many runs, how many failed, the fastest."""
     table = sweep_table(sweep)
     counts = table["status"].value_counts()
-    kinds = ("ok", "oom", "failed", "no record")
+    kinds = ("ok", "oom", "failed", "no record", "broken")
     states = ", ".join(f"{counts[kind]} {kind}" for kind in kinds if kind in counts)
     sentences = [f"A multirun of {_many(len(table), 'run')}: {states}."]
     timed = records(table[(table["status"] == "ok") & table["iteration_s"].notna()])

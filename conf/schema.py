@@ -315,7 +315,7 @@ class TrainConf:
     eval_batches: int = 4
     save_every: int = 0  # steps between checkpoints; 0: none
     resume_from: str | None = None  # a checkpoint folder
-    tensorboard: bool = False  # write TensorBoard's files beside metrics.csv
+    tensorboard: bool | None = None  # write TensorBoard's files beside metrics.csv; null: if it is installed
     tokens: float | None = None  # gives time_to_train_s, gpu_hours and cost
     timeout_s: float = 20.0  # a collective that waits longer fails the run
 

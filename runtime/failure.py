@@ -141,8 +141,9 @@ def find_cause(
             rank = unexplained[0]
             return Cause(rank, f"rank {rank} ended {where(rank)}: {last_lines.get(rank, '')}")
         text = f"rank {first.rank} failed {where(first.rank)}: {first.error}"
-        if first.kind is Kind.timeout and silent:
-            text += f" (rank {silent[0]} did not answer any more, last seen {where(silent[0])})"
+        if first.kind is Kind.timeout and silent:  # the others waited for it in vain
+            rank = silent[0]
+            return Cause(rank, f"rank {rank} did not answer any more, last seen {where(rank)}; {text}")
         return Cause(first.rank, text)
     if unexplained:
         rank = unexplained[0]

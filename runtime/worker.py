@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from ..analysis.record import RESULT
 from ..conf.compose import load_experiment
 from ..conf.schema import Backend
 from .case import CALIBRATE, TRAIN, Case, LaunchFile, finished_marker, read_launch
@@ -116,6 +117,9 @@ def _run(folder: Path, rank: int, launch: LaunchFile, heartbeat: Heartbeat) -> N
             finished_marker(folder, index).unlink(missing_ok=True)
         for old in folder.glob("failure.*.json"):
             old.unlink()
+        for case in launch.cases:
+            (folder / case.folder).mkdir(parents=True, exist_ok=True)
+            (folder / case.folder / RESULT).unlink(missing_ok=True)
     timeout = timedelta(seconds=max(experiment.train.timeout_s for experiment in experiments))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if nccl else "gloo",

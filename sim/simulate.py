@@ -61,6 +61,15 @@ def simulate(
     return _record(run, nominal, bounds, resolved, git_commit)
 
 
+def check_plans(experiment: ExperimentConf, *, spec: ModelSpec, policy: CommPolicy) -> None:
+    """Refuse a policy whose plans cannot be carried out, without simulating anything.
+
+    Raises:
+        ValueError: Naming the plan and its step.
+    """
+    _Run(experiment, spec, policy, True)
+
+
 def _guess(cluster: ClusterConf, which: int) -> ClusterConf:
     """All guessed inputs at their worst (0) or best (1)."""
     for key, (worst, best) in cluster.guesses.items():

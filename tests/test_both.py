@@ -1,9 +1,12 @@
 """`target=both` from the command line: one launch, two records, a comparison, a report."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -52,6 +55,64 @@ def test_both_targets_leave_equal_ledgers_and_a_report(tmp_path: Path) -> None:
         "-m", "twinbed.analysis.report", "--compare", str(out / "sim"), str(out / "runtime"), cwd=tmp_path
     )
     assert compared.returncode == 0, compared.stderr
+
+
+def workers(folder: Path) -> list[int]:
+    """Pids of the ranks that run in this folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            line = path.read_bytes()
+            if b"twinbed.runtime.worker" in line and str(folder).encode() in line:
+                found.append(int(path.parent.name))
+    return sorted(found)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("who", ["rank", "launcher"])
+def test_a_run_that_is_ended_leaves_two_failed_records(who: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    keys = (*SMALL, "steps=100000", "cluster.shaped=false", f"hydra.run.dir={out}")
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "run.py"), *keys], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    metrics = out / "runtime" / "metrics.csv"
+    deadline = time.monotonic() + 150
+    while not (metrics.is_file() and metrics.read_text().count("\n") > 3) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if who == "rank":
+        os.kill(workers(out)[-1], signal.SIGKILL)
+    else:
+        process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=30)
+    says = "was killed by SIGKILL in step" if who == "rank" else "interrupted"
+    assert process.returncode == (1 if who == "rank" else 130)
+    assert says in told
+    assert "Traceback" not in told.splitlines()[-3:]
+    assert "holds no result.json" not in told
+    for side in ("sim", "runtime"):
+        assert json.loads((out / side / "result.json").read_text())["status"] == "failed"
+    assert says in json.loads((out / "runtime" / "result.json").read_text())["error"]
+    assert workers(out) == []
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+def test_the_script_for_torchrun_runs_the_same_folder(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    keys = (*SMALL, "launch=torchrun", "cluster.nodes=1", "cluster.shaped=false")
+    done = run(str(ROOT / "run.py"), *keys, f"hydra.run.dir={out}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = os.environ | {"PATH": path, "RDZV_HOST": "localhost", "GLOO_SOCKET_IFNAME": "lo"}
+    environment["RDZV_PORT"] = "0"  # one that is free
+    subprocess.run(["bash", str(out / "launch.sh")], env=environment, cwd=tmp_path, timeout=150, check=True)
+    pair = (str(out / "sim"), str(out / "runtime"))
+    compared = run("-m", "twinbed.analysis.report", "--compare", *pair, cwd=tmp_path)
+    assert compared.returncode == 0, compared.stderr
+    parity = json.loads((out / "runtime" / "compare" / "parity.json").read_text())
+    assert parity["ledger_equal"] is True
 
 
 @pytest.mark.parametrize(("launch", "script"), [("torchrun", "launch.sh"), ("slurm", "launch.sbatch")])

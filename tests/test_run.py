@@ -187,7 +187,8 @@ def test_our_kernels_do_not_shadow_an_installed_package(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
 @pytest.mark.netns
 @pytest.mark.parametrize("kind", ["full", "read-only"])
-def test_an_output_folder_that_cannot_be_written(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["sim", "runtime", "both"])
+def test_an_output_folder_that_cannot_be_written(kind: str, target: str, tmp_path: Path) -> None:
     mount = tmp_path / "small"
     mount.mkdir()
     options = "size=16k" if kind == "full" else "size=1m,ro"
@@ -197,9 +198,10 @@ def test_an_output_folder_that_cannot_be_written(kind: str, tmp_path: Path) -> N
     if mounted.returncode:
         pytest.skip("mount is not permitted")
     try:
-        done = twinbed("target=sim", f"hydra.run.dir={mount}/out", cwd=tmp_path)
+        done = twinbed(f"target={target}", "steps=3", f"hydra.run.dir={mount}/out", cwd=tmp_path)
     finally:
         subprocess.run(["umount", str(mount)], check=True)
     assert done.returncode != 0
     reason = "No space left" if kind == "full" else "Read-only file system"
     assert reason in done.stderr
+    assert "holds no result.json" not in done.stderr

@@ -223,6 +223,17 @@ def test_multirun_over_seeds_plots_losses(
     assert len(losses) == 1 + 4 * 3
 
 
+def test_a_broken_run_leaves_the_others_their_table(
+    tmp_path: Path, make_record: Make, sweep_folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = sweep_folder(tmp_path, [(["comm=zero3"], make_record()), (["comm=qwz"], make_record())])
+    (folder / "1" / "result.json").write_text("{")
+    assert main([str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "1 ok, 1 broken" in shown
+    assert "1/result.json: broken JSON" in shown
+
+
 def test_multirun_of_both_targets(
     tmp_path: Path, make_record: Make, both_folder: Callable[..., Path]
 ) -> None:

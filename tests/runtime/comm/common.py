@@ -166,7 +166,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 def main(cases: Mapping[str, Callable[[], Any]]) -> None:
     """`script.py case rank world folder`: join the others, run the case, save what it returns."""
     case, rank, world, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    faulthandler.dump_traceback_later(80, exit=True)
+    faulthandler.dump_traceback_later(150, exit=True)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

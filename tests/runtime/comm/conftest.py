@@ -17,7 +17,7 @@ Launch = Callable[..., list[Any]]
 def launch(tmp_path: Path) -> Launch:
     """launch(script, case, world) runs `script.py case` on each rank; what its function returned, by rank."""
 
-    def run(script: str, case: str, world: int, timeout_s: float = 100.0) -> list[Any]:
+    def run(script: str, case: str, world: int, timeout_s: float = 180.0) -> list[Any]:
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
         env.pop("LOCAL_WORLD_SIZE", None)
         ranks = [
