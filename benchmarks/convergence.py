@@ -15,7 +15,6 @@ from twinbed.runtime.case import Case
 from twinbed.runtime.launcher import launch_local
 
 SEEDS = (0, 1, 2)
-RIVAL_SEEDS = (0,)  # the rivals need no more to show where they go
 STEPS = 300
 TAIL = 30  # the training loss is the mean of the last so many steps: one batch is noisy
 POLICIES = {
@@ -35,8 +34,6 @@ def run(folder: Path) -> dict[tuple[str, int], Losses]:
     cases, cluster = [], None
     for seed in SEEDS:
         for policy, keys in POLICIES.items():
-            if seed not in seeds_of(policy):
-                continue
             composed = compose(
                 [
                     "target=runtime",
@@ -66,10 +63,6 @@ def run(folder: Path) -> dict[tuple[str, int], Losses]:
     return found
 
 
-def seeds_of(policy: str) -> tuple[int, ...]:
-    return SEEDS if policy in ("zero3", "zeropp") else RIVAL_SEEDS
-
-
 def report(found: dict[tuple[str, int], Losses], folder: Path) -> None:
     """Table, CSV and a picture."""
     from matplotlib.figure import Figure
@@ -79,33 +72,31 @@ def report(found: dict[tuple[str, int], Losses], folder: Path) -> None:
     )
     rows = []
     for policy in POLICIES:
-        seeds = seeds_of(policy)
-        finals = [_final(*found[policy, seed]) for seed in seeds]
+        finals = [_final(*found[policy, seed]) for seed in SEEDS]
         base = {
-            kind: statistics.mean(_final(*found["zero3", seed])[kind] for seed in seeds) for kind in (0, 1)
+            kind: statistics.mean(_final(*found["zero3", seed])[kind] for seed in SEEDS) for kind in (0, 1)
         }
         train, valid = (statistics.mean(f[kind] for f in finals) for kind in (0, 1))
         spread = max(f[1] for f in finals) - min(f[1] for f in finals)
         print(
             f"{policy:>14} {train:10.4f} {train / base[0] - 1:9.2%} {valid:11.4f} {valid / base[1] - 1:9.2%}"
-            f"   seeds {seeds}, spread {spread:.3f}"
+            f"   seeds {SEEDS}, spread {spread:.3f}"
         )
         rows += [
-            [policy, seed, step, loss] for seed in seeds for step, loss in enumerate(found[policy, seed][0])
+            [policy, seed, step, loss] for seed in SEEDS for step, loss in enumerate(found[policy, seed][0])
         ]
     with (folder / "convergence.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["policy", "seed", "step", "loss"], *rows])
     figure = Figure(figsize=(11, 5))
     training, validation = figure.subplots(1, 2, sharey=True)
     for policy in POLICIES:
-        curves = [found[policy, seed][0] for seed in seeds_of(policy)]
+        curves = [found[policy, seed][0] for seed in SEEDS]
         mean = [statistics.mean(values) for values in zip(*curves, strict=True)]
         smooth = [statistics.mean(mean[max(0, i - 9) : i + 1]) for i in range(len(mean))]
         training.plot(smooth, label=policy)
         steps = [step for step, _ in found[policy, SEEDS[0]][1]]
         held_out = [
-            statistics.mean(found[policy, seed][1][i][1] for seed in seeds_of(policy))
-            for i in range(len(steps))
+            statistics.mean(found[policy, seed][1][i][1] for seed in SEEDS) for i in range(len(steps))
         ]
         validation.plot(steps, held_out, marker="o", label=policy)
     training.set(

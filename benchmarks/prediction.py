@@ -60,7 +60,7 @@ SHAPES = (
         "2x2 100 Mbit/s",
         "100",
         cluster_keys(2, 2, 100),
-        policies("ddp", "zero1", "zero2", "zero3", "qwz", "hpz", "qgz", "zeropp")
+        policies("ddp", "ps", "zero1", "zero2", "zero3", "qwz", "hpz", "qgz", "zeropp")
         | policies("zero3", "zeropp", keys=("precision=fp32",), suffix=" fp32")
         | policies("zero3", "zeropp", keys=WIDE, suffix=" 6.1M"),
     ),
@@ -238,14 +238,15 @@ def main(argv: Sequence[str] | None = None) -> None:
                 found, void = launch(
                     shape, folder / f"{shape.name.replace('/', '_')}_{number}_{attempt}", number
                 )
-                if void is None or attempt == 2:
+                if void is None:
+                    rows += found
                     break
-                print(f"{shape.name}, launch {number}: void, {void}; again", file=sys.stderr)
-            if void is not None:
-                print(f"{shape.name}, launch {number}: kept although {void}")
-            rows += found
+                again = "again" if attempt < 2 else "left out"
+                print(f"{shape.name}, launch {number}: void, {void}; {again}", file=sys.stderr)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rows.json").write_text(json.dumps([r.__dict__ for r in rows], indent=1))
+    if not rows:
+        sys.exit("every launch was void: other processes were busy")
     report(rows)
 
 
