@@ -46,6 +46,7 @@ def run(folder: Path) -> dict[tuple[str, int], Losses]:
                     "train.lr_schedule=cosine",
                     "train.eval_every=50",
                     "train.eval_batches=16",
+                    "train.timeout_s=120",
                 ]
             )
             cluster = composed.experiment.cluster
