@@ -1,0 +1,1 @@
+"""Reads what users have about their clusters and models into YAML of ours; `command` is `twinbed-import`."""
