@@ -7,6 +7,9 @@ WORLD: Final = "world"
 LOCAL: Final = "local"
 NODE: Final = "node"
 HPZ: Final = "hpz"
+TENSOR: Final = "tensor"
+DATA: Final = "data"
+PIPELINE: Final = "pipeline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +19,10 @@ class Mesh:
     `world`: all ranks. `local`: the ranks of one node. `node`: the ranks with one local index, one on
     each node. `hpz`: consecutive ranks that together hold one copy of the weights (ZeRO++, section 3.2).
 
+    `tensor`, `data`, `pipeline`: a rank is (pipeline * data size + data) * tensor size + tensor, as Megatron
+    orders ranks (Narayanan et al. 2021, section 3): tensor groups are consecutive ranks within a node, the
+    stages of a pipeline lie farthest apart. Without a layout `data` is the world.
+
     Raises:
         ValueError: If the sizes do not divide, naming both.
     """
@@ -23,6 +30,8 @@ class Mesh:
     num_ranks: int
     ranks_per_node: int
     hpz_size: int = 1
+    tensor: int = 1
+    pipeline: int = 1
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.ranks_per_node < 1:
@@ -39,31 +48,65 @@ class Mesh:
                 f"comm.zero_hpz_partition_size={self.hpz_size} must divide the world size "
                 f"{self.num_ranks}; use one of {divisors(self.num_ranks)}"
             )
+        for key in (TENSOR, PIPELINE):
+            if getattr(self, key) < 1:
+                raise ValueError(f"parallel.{key}={getattr(self, key)} must be >= 1")
+        if self.num_ranks % (self.tensor * self.pipeline):
+            raise ValueError(
+                f"parallel.tensor={self.tensor} times parallel.pipeline={self.pipeline} must divide the "
+                f"{self.num_ranks} ranks; their product can be one of {divisors(self.num_ranks)}"
+            )
+        if self.ranks_per_node % self.tensor and self.tensor % self.ranks_per_node:
+            raise ValueError(
+                f"parallel.tensor={self.tensor} must divide the {self.ranks_per_node} ranks of a node, or be "
+                f"a multiple of them: tensor groups would lie askew on the nodes"
+            )
 
     @property
     def num_nodes(self) -> int:
         return self.num_ranks // self.ranks_per_node
 
+    @property
+    def data(self) -> int:
+        """Replicas of the model: what tensor and pipeline parallelism leave of the ranks."""
+        return self.num_ranks // (self.tensor * self.pipeline)
+
     def node_of(self, rank: int) -> int:
         return rank // self.ranks_per_node
 
+    def lattice(self, axis: str) -> tuple[int, int]:
+        """(size of a group, distance between its neighbours): all groups of an axis are alike.
+
+        Raises:
+            ValueError: If there is no such axis.
+        """
+        lattices = {
+            WORLD: (self.num_ranks, 1),
+            LOCAL: (self.ranks_per_node, 1),
+            NODE: (self.num_nodes, self.ranks_per_node),
+            HPZ: (self.hpz_size, 1),
+            TENSOR: (self.tensor, 1),
+            DATA: (self.data, self.tensor),
+            PIPELINE: (self.pipeline, self.tensor * self.data),
+        }
+        if axis not in lattices:
+            raise ValueError(f"axis={axis!r} is not on the mesh; use one of {list(lattices)}")
+        return lattices[axis]
+
     def size(self, axis: str) -> int:
         """Ranks in one group of `axis`."""
-        return len(self.group(axis, 0))
+        return self.lattice(axis)[0]
+
+    def index(self, axis: str, rank: int) -> int:
+        """The position of `rank` in its group of `axis`."""
+        size, step = self.lattice(axis)
+        return rank // step % size
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
         """The group of `axis` that holds `rank`, in ascending rank order."""
-        if axis == WORLD:
-            return tuple(range(self.num_ranks))
-        if axis == LOCAL:
-            first = self.node_of(rank) * self.ranks_per_node
-            return tuple(range(first, first + self.ranks_per_node))
-        if axis == NODE:
-            return tuple(range(rank % self.ranks_per_node, self.num_ranks, self.ranks_per_node))
-        if axis == HPZ:
-            first = rank // self.hpz_size * self.hpz_size
-            return tuple(range(first, first + self.hpz_size))
-        raise ValueError(f"axis={axis!r} is not on the mesh; use one of {[WORLD, LOCAL, NODE, HPZ]}")
+        size, step = self.lattice(axis)
+        first = rank - rank // step % size * step
+        return tuple(range(first, first + size * step, step))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """All groups of `axis`, each once, ordered by their first rank."""

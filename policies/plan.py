@@ -8,6 +8,9 @@ The value that flows along a plan is a flat tensor seen as `slices` equal slices
 * a gather starts from one slice (this rank's shard) and ends with one slice a rank of the world;
 * a reduction starts from one slice for each destination rank and ends with this rank's own slice.
 
+In a layout's plan (`policies.layout`) it is an activation at the border of two parts of the model, with the
+local work of the part named in between.
+
 `AllToAll` leaves one part from each peer side by side; `Reduce` adds the parts up.
 """
 
@@ -18,6 +21,8 @@ from typing import Final
 
 WHOLE: Final = 0  # as a block size: one scale for the whole tensor
 
+MAX_CHUNKS: Final = 1024  # far more than a pipeline of messages can use
+
 GATHER_STREAM: Final = "gather"
 REDUCE_STREAM: Final = "reduce"
 
@@ -25,6 +30,24 @@ REDUCE_STREAM: Final = "reduce"
 class ReduceOp(Enum):
     sum = "sum"
     mean = "mean"  # over the whole world, however many hops the sum takes
+    max = "max"
+
+
+class Cut(Enum):
+    """What of a piece of local work one rank of a tensor-parallel group does."""
+
+    whole = "whole"  # all of it, as every other rank
+    columns = "columns"  # some of the output's features, so some heads or some words: no rank needs another's
+    rows = "rows"  # some of the input's features: each rank has a partial sum of the whole output
+    tokens = "tokens"  # some tokens of the sequence
+
+
+class Gradient(Enum):
+    """Which product a matrix takes part in."""
+
+    none = "none"  # forward: of the input with the matrix
+    input = "input"  # backward: of the output's gradient with the matrix
+    weight = "weight"  # backward: of the output's gradient with the input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +115,31 @@ class LoadCopy(Step):
     axis: str
 
 
+@dataclass(frozen=True, slots=True)
+class Matmul(Step):
+    """The product of one matrix (or of several that share their input), such as "mlp_in"."""
+
+    product: str
+    cut: Cut
+    gradient: Gradient = Gradient.none
+
+
+@dataclass(frozen=True, slots=True)
+class Compute(Step):
+    """Everything else that a model does, such as "attention" or "mlp_norm"; in backward, its gradient."""
+
+    name: str
+    cut: Cut
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Slice(Step):
+    """Keep this rank's part, cut over `axis`, of a value that all ranks of the axis hold alike."""
+
+    axis: str
+
+
 # ---- collectives
 
 
@@ -117,6 +165,14 @@ class ReduceScatter(Collective):
     hop_bits: int = 0
     hop_block: int = 256
 
+    def __post_init__(self) -> None:
+        if self.hop_bits not in (0, 2, 4, 6, 8):
+            raise ValueError(f"hop_bits must be one of [0, 2, 4, 6, 8], got {self.hop_bits}")
+        if self.hop_block < 0 or self.hop_block % 4:
+            raise ValueError(
+                f"hop_block must be a multiple of 4 (0: one scale a tensor), got {self.hop_block}"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class AllReduce(Collective):
@@ -140,6 +196,16 @@ class ReduceTo(Collective):
 
 
 @dataclass(frozen=True, slots=True)
+class SendRecv(Collective):
+    """Send to the rank `shift` further along the axis, and receive from the one as far before; a ring.
+
+    At the ends of a pipeline only one of the two happens: who has nothing to send only receives.
+    """
+
+    shift: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Steps in topological order.
 
@@ -158,6 +224,10 @@ class Plan:
                         f"step {i} ({type(step).__name__}) waits for step {dep}; "
                         f"it can wait for {list(range(i))} only"
                     )
+            if not 1 <= step.chunks <= MAX_CHUNKS:
+                raise ValueError(
+                    f"step {i} ({type(step).__name__}): chunks={step.chunks}: must be in [1, {MAX_CHUNKS}]"
+                )
         if len({step.chunks for step in self.steps}) > 1:
             raise ValueError(f"all steps of a plan must have the same chunks, got {self!r}")
 

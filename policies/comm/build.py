@@ -11,6 +11,9 @@ from ..mesh import Mesh
 from .policy import CommPolicy
 from .zero import ZeroComm
 
+# What engines ask of a policy (`policy.CommPolicy`)
+_POLICY = ("name", "placement", "reshard_after_forward", "hpz_size", "copy_outlives_micro_batch", "decide")
+
 
 def build_comm(conf: CommConf, *, num_ranks: int, ranks_per_node: int) -> tuple[CommPolicy, tuple[str, ...]]:
     """The policy that `conf` describes on this cluster, and warnings about keys without effect.
@@ -51,6 +54,7 @@ def build_comm(conf: CommConf, *, num_ranks: int, ranks_per_node: int) -> tuple[
         weight_bits=conf.weight_bits if conf.zero_quantized_weights else 0,
         weight_block=conf.weight_block,
         hpz_size=hpz_size,
+        quantize_node_copy=conf.quantize_node_copy,
         copy_outlives_micro_batch=conf.hpz_lifetime is HpzLifetime.step,
         gradient_path=path,
         gradient_bits=tuple(conf.gradient_bits),
@@ -76,6 +80,22 @@ def _load_policy(name: str, *, num_ranks: int, ranks_per_node: int) -> CommPolic
         else:
             module = importlib.import_module(where)
         made = getattr(module, attribute)
-    except (ImportError, AttributeError, OSError) as err:
-        raise ValueError(f"comm.policy={name!r} cannot be loaded: {err}") from err
-    return cast(CommPolicy, made(num_ranks=num_ranks, ranks_per_node=ranks_per_node))
+    except Exception as err:  # the module is the user's, and may raise anything
+        raise ValueError(f"comm.policy={name!r} cannot be loaded: {_said(err)}") from err
+    try:
+        policy = made(num_ranks=num_ranks, ranks_per_node=ranks_per_node)
+    except Exception as err:
+        raise ValueError(
+            f"comm.policy={name!r} cannot be made with num_ranks={num_ranks} and ranks_per_node={ranks_per_node}: "
+            f"{_said(err)}"
+        ) from err
+    lacking = [key for key in _POLICY if not hasattr(policy, key)]
+    if lacking:
+        raise ValueError(
+            f"comm.policy={name!r} makes a {type(policy).__name__}, which is no policy: it lacks {lacking}"
+        )
+    return cast(CommPolicy, policy)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

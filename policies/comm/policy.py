@@ -1,10 +1,11 @@
 """What a communication policy is asked, and what it answers. A policy decides; engines carry out."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Protocol
 
-from ..plan import Plan
+from ..plan import LoadCopy, Plan
 
 
 class Phase(Enum):
@@ -78,6 +79,38 @@ class CommPolicy(Protocol):
     def decide(self, event: CommEvent) -> Plan | None:
         """The plan that answers `event`, or None if nothing is to be moved."""
         ...
+
+
+def check_copy(policy: CommPolicy, event: WeightsNeeded, plan: Plan) -> None:
+    """Refuse to start from a secondary shard that is not there, or holds old weights.
+
+    Raises:
+        ValueError: Naming the policy, the event and the plan.
+    """
+    if not event.copy_valid and any(isinstance(step, LoadCopy) for step in plan.steps):
+        raise ValueError(
+            f"policy {policy.name!r} answers {describe_event(event)} by '{plan.describe()}', but there is no copy "
+            "to load: use LoadCopy only where copy_valid is True"
+        )
+
+
+def check_reduced(policy: CommPolicy, units: Collection[str], reduced: Collection[str]) -> None:
+    """Refuse a step that would train on gradients of this rank alone.
+
+    Args:
+        units: Whose gradients a step has.
+        reduced: Those for which a plan answered GradientsReady in at least one of its micro-batches.
+
+    Raises:
+        ValueError: Naming the policy and the unit.
+    """
+    never = [unit for unit in units if unit not in reduced]
+    if never:
+        which = "any unit" if len(never) == len(units) else repr(never[0])
+        raise ValueError(
+            f"policy {policy.name!r} never reduces the gradients of {which}: it answers None to GradientsReady in "
+            "every micro-batch of a step; answer one of them, at the latest the last, with a plan"
+        )
 
 
 def describe_event(event: CommEvent) -> str:

@@ -42,6 +42,7 @@ class ZeroComm:
     weight_bits: int = 0  # 0: gathers are not quantized
     weight_block: int = 2048
     hpz_size: int = 1
+    quantize_node_copy: bool = False
     copy_outlives_micro_batch: bool = False
     gradient_path: GradientPath | None = None  # None: gradients are not quantized
     gradient_bits: Sequence[int] = field(default=(4, 4))
@@ -70,14 +71,21 @@ class ZeroComm:
             return None
         serves = event.phase is Phase.backward or self.copy_outlives_micro_batch
         if self.hpz_size > 1 and event.copy_valid and serves:
-            return Plan((LoadCopy(axis=HPZ), AllGather(axis=HPZ)), GATHER_STREAM)
-        steps: tuple[Step, ...] = (AllGather(axis=WORLD),)
-        if self.weight_bits:
-            quantize = Quantize(bits=self.weight_bits, block=self.weight_block, per_parameter=False)
-            steps = (quantize, *steps, Dequantize())
+            inside: tuple[Step, ...] = (AllGather(axis=HPZ),)
+            if self.quantize_node_copy:
+                inside = self._quantized(inside)
+            return Plan((LoadCopy(axis=HPZ), *inside), GATHER_STREAM)
+        steps = self._quantized((AllGather(axis=WORLD),))
         if self.hpz_size > 1:
             steps = (*steps, StoreCopy(axis=HPZ))
         return Plan(steps, GATHER_STREAM)
+
+    def _quantized(self, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        """qwZ around a gather, if it is on."""
+        if not self.weight_bits:
+            return steps
+        quantize = Quantize(bits=self.weight_bits, block=self.weight_block, per_parameter=False)
+        return (quantize, *steps, Dequantize())
 
     def _reduce(self, event: GradientsReady) -> Plan | None:
         last = event.micro_batch == event.num_micro_batches - 1

@@ -198,3 +198,37 @@ def test_a_policy_that_cannot_be_loaded_is_named(name: str) -> None:
 def test_impossible_keys_are_named(keys: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CommConf(name="x", **keys)  # type: ignore[arg-type]
+
+
+def test_the_node_copy_is_quantized_only_with_quantized_weights() -> None:
+    both, _ = build_comm(zeropp(quantize_node_copy=True), num_ranks=4, ranks_per_node=2)
+    assert describe_action(both.decide(BACKWARD)) == (
+        "gather: LoadCopy(axis=hpz), Quantize(bits=8, block=2048, per_parameter=False), AllGather(axis=hpz), "
+        "Dequantize()"
+    )
+    plain, _ = build_comm(
+        zeropp(quantize_node_copy=True, zero_quantized_weights=False), num_ranks=4, ranks_per_node=2
+    )
+    assert describe_action(plain.decide(BACKWARD)) == "gather: LoadCopy(axis=hpz), AllGather(axis=hpz)"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "os:getcwd",
+            r"comm.policy='os:getcwd' cannot be made with num_ranks=4 and ranks_per_node=2: TypeError",
+        ),
+        ("builtins:dict", r"comm.policy='builtins:dict' makes a dict, which is no policy: it lacks \['name'"),
+        ("os:nothing", "comm.policy='os:nothing' cannot be loaded: AttributeError"),
+        (
+            "broken.py:Any",
+            r"comm.policy='.*broken.py:Any' cannot be loaded: ZeroDivisionError: division by zero",
+        ),
+    ],
+)
+def test_a_policy_of_ones_own_that_cannot_be_made(name, message, tmp_path):
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    where = str(tmp_path / name) if name.startswith("broken") else name
+    with pytest.raises(ValueError, match=message):
+        build_comm(CommConf(name="own", policy=where), num_ranks=4, ranks_per_node=2)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from twinbed.policies import wire
 from twinbed.policies.mesh import Mesh
 from twinbed.policies.partition import copy_slice, real_elements, shard_segments
-from twinbed.policies.plan import AllGather, Dequantize, Plan, Quantize, block_aligned_cuts
+from twinbed.policies.plan import AllGather, Dequantize, Plan, Quantize, ReduceScatter, block_aligned_cuts
 
 TWO_BY_TWO = Mesh(4, 2)
 FOUR_BY_TWO = Mesh(8, 2)
@@ -19,8 +19,8 @@ def test_axes_of_two_nodes_of_four() -> None:
     assert mesh.group("node", 5) == (1, 5)
     assert mesh.group("hpz", 5) == (4, 5)
     assert mesh.groups("node") == ((0, 4), (1, 5), (2, 6), (3, 7))
-    with pytest.raises(ValueError, match="axis='tensor' is not on the mesh"):
-        mesh.group("tensor", 0)
+    with pytest.raises(ValueError, match="axis='expert' is not on the mesh"):
+        mesh.group("expert", 0)
 
 
 def test_nodes_that_do_not_divide_the_world_are_refused() -> None:
@@ -31,6 +31,12 @@ def test_nodes_that_do_not_divide_the_world_are_refused() -> None:
 def test_a_step_cannot_wait_for_a_later_one() -> None:
     with pytest.raises(ValueError, match=r"step 0 \(AllGather\) waits for step 1"):
         Plan((AllGather(axis="world", after=(1,)), Dequantize()))
+
+
+@pytest.mark.parametrize("chunks", [0, -2, 1025])
+def test_chunks_have_limits(chunks: int) -> None:
+    with pytest.raises(ValueError, match=rf"step 0 \(AllGather\): chunks={chunks}: must be in \[1, 1024\]"):
+        Plan((AllGather(axis="world", chunks=chunks),))
 
 
 def test_steps_must_agree_on_chunks() -> None:
@@ -128,3 +134,11 @@ def test_secondary_shards_hold_every_element_once(numel: int) -> None:
     assert sum(held) == numel
     assert all(0 <= h <= 128 for h in held)
     assert sorted(held, reverse=True) == held
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"), [({"hop_bits": 5}, "hop_bits"), ({"hop_block": 3}, "hop_block")]
+)
+def test_a_ring_requantizes_to_what_a_codec_can(keys: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"{message} must be .*, got"):
+        ReduceScatter(axis="world", **keys)
