@@ -1,5 +1,5 @@
 """Collectives step by step: every rank a process, every message a flow. The algorithms are gloo's, and the
-runtime's own where it builds on sends and receives.
+runtime's own where it builds on sends and receives; NCCL's are in `nccl_steps`.
 
 Sources: pytorch/gloo (allgather_ring, allreduce ring, broadcast, reduce); checked against real gloo on a
 shaped network, where a fluid model of these steps is within 6%.
@@ -12,18 +12,20 @@ from typing import Any, Protocol
 from ..conf.schema import Backend
 from ..policies.mesh import Mesh
 from ..policies.wire import binomial_children
-from .interpreter import Transfer, Work
-from .machine import Machine, Steps
+from .interpreter import Transfer, Work, peer_of
+from .machine import Machine, Steps, Tag
+from .nccl import Nccl
+from .nccl_steps import NcclSteps
 
 MAX_SEGMENT_BYTES = 1 << 20  # gloo's ring all-reduce and reduce cut a chunk into segments of at most this
-
-Tag = tuple[int, ...]
 
 
 class Collectives(Protocol):
     """How a rank takes part in a collective."""
 
-    def run(self, rank: int, transfer: Transfer, tag: Tag) -> Steps: ...
+    def run(self, rank: int, transfer: Transfer, tag: Tag, wait_ns: int = 0) -> Steps:
+        """Take part as `rank`, `wait_ns` from now. `tag` is the same on all ranks, and used once."""
+        ...
 
     def missing(self) -> list[tuple[int, int]]: ...
 
@@ -38,6 +40,47 @@ class _Message:
     noticed: bool = False  # the sender knows that the receiver is ready
 
 
+class Letters:
+    """Messages between two ranks that leave as soon as they are sent.
+
+    Args:
+        move: Puts `nbytes` on the way from source to target, as its last argument says; gives the event of its end.
+    """
+
+    def __init__(self, env: Any, move: Callable[[int, int, int, Any], Any]) -> None:
+        self._env = env
+        self._move = move
+        self._arriving: dict[tuple[Tag, int, int], Any] = {}  # the event of a message that one end knows
+        self._awaited: dict[tuple[Tag, int, int], None] = {}
+
+    def send(self, tag: Tag, source: int, target: int, nbytes: int, how: Any = None) -> Any:
+        """The event fires when the last byte is there."""
+        key = (tag, source, target)
+        moved = self._move(source, target, nbytes, how)
+        if key in self._awaited:
+            del self._awaited[key]
+            arrival = self._arriving.pop(key)
+            moved.callbacks.append(lambda _: arrival.succeed())
+        else:
+            assert key not in self._arriving, f"message {tag} from {source} to {target} is sent twice"
+            self._arriving[key] = moved
+        return moved
+
+    def receive(self, tag: Tag, source: int, target: int) -> Any:
+        """The event fires when all of the message is there."""
+        key = (tag, source, target)
+        if key in self._arriving and key not in self._awaited:
+            return self._arriving.pop(key)
+        assert key not in self._awaited, f"message {tag} from {source} to {target} is received twice"
+        self._awaited[key] = None
+        arrival = self._arriving[key] = self._env.event()
+        return arrival
+
+    def missing(self) -> list[tuple[int, int]]:
+        """Receipts without a message, as (waiting rank, rank that it waits for)."""
+        return [(target, source) for _, source, target in self._awaited]
+
+
 class PerStep:
     """Every rank and message apart.
 
@@ -45,26 +88,32 @@ class PerStep:
     the connection and is done; its last byte arrives a latency later. What goes one way on a connection keeps its
     order, notices too: with two messages in flight latencies hide behind long messages and show with short ones,
     and two ranks that send to each other can hold each other's notices up.
-    NCCL: a message takes its latency and then its bytes, and both ends are done together.
-
-    Raises:
-        ValueError: If NCCL is asked for a collective whose steps are not known here.
     """
 
     def __init__(self, machine: Machine, mesh: Mesh) -> None:
         self._machine = machine
         self._mesh = mesh
         self._posted: dict[tuple[Tag, int, int, int], _Message] = {}
-        self._nccl = machine.costs.cluster.backend is Backend.nccl
+        cluster = machine.costs.cluster
+        self._nccl: NcclSteps | None = None
+        if cluster.backend is Backend.nccl:
+            self._nccl = NcclSteps(machine, Nccl(cluster, mesh, machine.costs.ns))
+        self._launch_ns = cluster.device.launch_ns if self._nccl is not None else 0
+        self.letters = Letters(machine.env, self._send_letter)
 
-    def run(self, rank: int, transfer: Transfer, tag: Tag) -> Steps:
-        """Take part as `rank`. `tag` is the same on all ranks, and used once."""
+    def run(self, rank: int, transfer: Transfer, tag: Tag, wait_ns: int = 0) -> Steps:
+        if wait_ns:
+            yield self._machine.env.timeout(wait_ns)
         group = self._mesh.group(transfer.axis, rank)
-        fixed_ns = self._machine.costs.op_ns(transfer.op, transfer.axis)
-        if self._nccl:
-            fixed_ns += self._machine.costs.cluster.device.launch_ns
+        if transfer.op in ("send", "recv"):
+            yield from self._message(rank, peer_of(group, rank, transfer), transfer, tag)
+            return
+        fixed_ns = self._machine.costs.op_ns(transfer.op, transfer.axis) + self._launch_ns
         if fixed_ns:
             yield self._machine.env.timeout(fixed_ns)
+        if self._nccl is not None:
+            yield from self._nccl.run(rank, group, transfer, tag)
+            return
         at = _Place(self, rank, group, tag)
         match transfer.op:
             case "all_gather":
@@ -77,19 +126,35 @@ class PerStep:
                 yield from _all_to_all(at, transfer.message_bytes)
             case "all_reduce":
                 yield from self._ring_reduce(at, transfer, rounds=2 * (len(group) - 1))
-            case "broadcast" if not self._nccl:
+            case "broadcast":
                 yield from _broadcast(at, transfer)
-            case "reduce" if not self._nccl:
+            case _:
                 yield from self._ring_reduce(at, transfer, rounds=len(group) - 1)
                 yield from self._collect(at, transfer)
-            case _:
-                raise ValueError(
-                    f"NCCL's {transfer.op} is simulated folded only: its pipelined steps are not known here"
-                )
+
+    def _message(self, rank: int, peer: int, transfer: Transfer, tag: Tag) -> Steps:
+        """One end of a message. On NCCL the bytes leave at once, into the other end's open receipt."""
+        sends = transfer.op == "send"
+        source, target = (rank, peer) if sends else (peer, rank)
+        if sends:
+            fixed_ns = self._machine.costs.op_ns(transfer.op, transfer.axis) + self._launch_ns
+            if fixed_ns:
+                yield self._machine.env.timeout(fixed_ns)
+        if self._nccl is None:
+            yield self.post(tag, source, target, -2, transfer.message_bytes, sends=sends)
+        elif sends:
+            yield self.letters.send(tag, source, target, transfer.message_bytes)
+        else:
+            yield self.letters.receive(tag, source, target)
+
+    def _send_letter(self, source: int, target: int, nbytes: int, _how: Any) -> Any:
+        latency_ns = self._machine.latency_ns(source, target)
+        return self._machine.send(source, target, nbytes, after_ns=latency_ns, in_order=False)
 
     def missing(self) -> list[tuple[int, int]]:
         """Messages that one end waits for, as (waiting rank, rank that it waits for)."""
-        return [
+        found = self.letters.missing() + (self._nccl.missing() if self._nccl is not None else [])
+        return found + [
             (source, target) if message.received is None else (target, source)
             for (_, source, target, _), message in self._posted.items()
         ]
@@ -111,10 +176,7 @@ class PerStep:
         both = message.sent is not None and message.received is not None
         if both:
             del self._posted[key]
-        if self._nccl:
-            if both:
-                self._move_at_once(message, source, target)
-        elif not sends:
+        if not sends:
             self._notify(message, source, target)
         elif message.noticed:
             self._move(message, source, target)
@@ -148,11 +210,6 @@ class PerStep:
             machine.env.timeout(latency_ns).callbacks.append(lambda _: message.received.succeed())
 
         machine.send(source, target, message.nbytes).callbacks.append(left)
-
-    def _move_at_once(self, message: _Message, source: int, target: int) -> None:
-        latency_ns = self._machine.latency_ns(source, target)
-        moved = self._machine.send(source, target, message.nbytes, after_ns=latency_ns, in_order=False)
-        moved.callbacks.append(lambda _: (message.sent.succeed(), message.received.succeed()))
 
     def _ring(
         self,
@@ -199,8 +256,6 @@ class PerStep:
         """The runtime's ring on sends and receives: each receive is posted before the send beside it."""
         to, source, rounds = at.neighbour(1), at.neighbour(-1), len(at.group) - 1
         before, after = transfer.hop
-        if self._nccl and not before:
-            after = ()  # NCCL adds while it moves
         yield from self._machine.work(at.rank, before)
         coming = at.receive(source, 0, transfer.message_bytes)
         for k in range(rounds):
@@ -217,8 +272,6 @@ class PerStep:
         """gloo's ring, r to r - 1: a reduce-scatter and, with twice the rounds, an all-gather."""
         chunk_bytes, segments, add = reduce_chunks(transfer)
         reducing = len(at.group) - 1
-        if self._nccl:  # adds while it moves, and cuts finer than gloo
-            segments, reducing = min(segments, 2), 0
 
         def work_of(k: int) -> Sequence[Work]:
             return (add,) if k < reducing else ()

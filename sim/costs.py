@@ -1,29 +1,22 @@
 """How long local work takes on one rank: from a probe where it measured, else from the device's roofline."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..conf.model_flop import Matmul, block_matmuls, recompute_flop, root_matmuls
+from ..conf.model_flop import recompute_flop
 from ..conf.model_spec import ModelSpec, num_parameters
 from ..conf.schema import ClusterConf, ExperimentConf, Precision, Recompute
 from ..policies.comm import CommPolicy
 from ..policies.comm.memory import state_bytes
+from .device import Device, Tally
 from .interpreter import Work
+from .layers import block_modules, block_work, embed_work, head_work, kernels_of
 
-# Reads and writes of one [tokens, hidden] tensor in a block's forward, apart from matmuls: layer norms 2,
-# attention's layout 6, residuals 3.5, GELU 8 (on 4 hidden); and of one [heads, sequence, tokens] tensor:
-# softmax with mask 6.
-ELEMENTWISE_PASSES = 19.5
-SOFTMAX_PASSES = 6.0
+if TYPE_CHECKING:
+    from .megatron.costs import LayoutCosts
 
-# Kernels of a block's forward that are no matmul: two norms, softmax, mask, activation, two residuals, a
-# transpose
-OTHER_KERNELS = 8
-
-# Root matmuls that come before the blocks; all others follow them
 EMBED, HEAD = "embed", "head"  # the root's computation before and after the blocks
-BEFORE_BLOCKS = ("patch", "embedding_in")
 
 # Bytes that AdamW moves a parameter: reads gradient, weight and two moments, writes weight and moments, all
 # fp32
@@ -31,29 +24,6 @@ ADAMW_PASS_BYTES = 28
 SGD_PASS_BYTES = 12
 MOMENTUM_PASS_BYTES = 8
 CLIP_PASS_BYTES = 12  # the norm reads the gradient, scaling reads and writes it
-
-
-@dataclass(frozen=True, slots=True)
-class Tally:
-    """What a stretch of computation takes of a device."""
-
-    flop: int = 0
-    seconds_at_peak: float = 0.0  # matmuls, each bounded by its operations or its bytes
-    nbytes: float = 0.0  # of memory-bound kernels
-    kernels: int = 0
-
-    def times(self, factor: int) -> "Tally":
-        return Tally(
-            factor * self.flop, factor * self.seconds_at_peak, factor * self.nbytes, factor * self.kernels
-        )
-
-    def plus(self, other: "Tally") -> "Tally":
-        return Tally(
-            self.flop + other.flop,
-            self.seconds_at_peak + other.seconds_at_peak,
-            self.nbytes + other.nbytes,
-            self.kernels + other.kernels,
-        )
 
 
 class Costs:
@@ -75,6 +45,13 @@ class Costs:
         self._policy = policy
         self._sequence = experiment.batch.sequence or spec.sequence
         self._known: dict[Work, int] = {}
+        self.device = Device(
+            self.cluster.device,
+            element_bytes=experiment.precision.element_bytes,
+            num_devices=self.cluster.num_ranks,
+        )
+        self.kernels = kernels_of(experiment)
+        self._slowdowns: dict[str, float] = {}
         self.codec_scale = 1.0  # of encoding and decoding, from `host.codec_step_ns`
         self._check_probe()
 
@@ -90,8 +67,64 @@ class Costs:
         rate = self.cluster.emulated_flops_per_s
         if rate is None or work.kind != "compute":
             return 0
-        phase, _, unit = work.key.partition("/")
-        return round(self._tallies[f"{phase}/{unit.partition('.')[0]}"].flop / rate * 1e9)
+        return round(self.tally(work.key).flop / rate * 1e9)
+
+    def tally(self, key: str) -> Tally:
+        """What the computation of one unit takes of the device; `key` is such as "forward/block.0".
+
+        "forward/block.0#out" is a part of it: what leads up to one linear product or norm, and the residual
+        behind it. The parts of "forward" add up to one forward pass, those of "backward" to one backward pass
+        without what is recomputed.
+        """
+        if "#" in key:
+            return self._part(key)
+        phase, _, unit = key.partition("/")
+        kind, _, layer = unit.partition(".")
+        known = self._tallies
+        if layer and int(layer) % 2 == 0:
+            return known.get(f"{phase}/{kind}.even", known[f"{phase}/{kind}"])
+        return known[f"{phase}/{kind}"]
+
+    def _part(self, key: str) -> Tally:
+        unit, _, name = key.partition("#")
+        forward, backward = self._parts[name]
+        return forward if unit.startswith("forward/") else backward
+
+    @cached_property
+    def _parts(self) -> dict[str, tuple[Tally, Tally]]:
+        """Of a block, by the linear product or norm that ends each: forward and backward."""
+        parts: dict[str, tuple[Tally, Tally]] = {}
+        forward, backward, last = Tally(), Tally(), ""
+        for module in block_modules(
+            self._spec,
+            self.device,
+            sequence=self._sequence,
+            micro=self._experiment.batch.micro,
+            kernels=self.kernels,
+        ):
+            forward, backward = forward + module.forward, backward + module.backward
+            ends = module.linear or module.name.startswith("norm")
+            if ends or (module.name.startswith("residual") and last):
+                before = parts.get(last, (Tally(), Tally())) if not ends else (Tally(), Tally())
+                last = module.name if ends else last
+                parts[last] = (before[0] + forward, before[1] + backward)
+                forward, backward = Tally(), Tally()
+        return parts
+
+    def slowdown(self, work: Work) -> float:
+        """How many times as long `work` takes while a collective runs; what was probed holds that already."""
+        if work.kind != "compute" or not self.slows_down:
+            return 1.0
+        known = self._slowdowns.get(work.key)
+        if known is None:
+            known = self._slowdowns[work.key] = self.device.slowdown(self.tally(work.key))
+        return known
+
+    @cached_property
+    def slows_down(self) -> bool:
+        """Whether any computation takes longer while a collective runs."""
+        device = self.cluster.device
+        return self.engine_copies and (device.busy_slowdown > 1 or device.collective_sms > 0)
 
     def op_ns(self, op: str, axis: str) -> int:
         return self.cluster.host.op_ns.get(f"{op}/{axis}", 0)
@@ -106,6 +139,10 @@ class Costs:
             return self._compute_ns(work.key)
         if work.kind == "step":
             return self._step_ns()
+        if work.kind == "layout":
+            return self._layout.ns(work)
+        if work.kind == "fixed":
+            return work.amount
         host = self.cluster.host
         if work.kind == "traffic":
             # a probe times the sum that follows a decoding with it, as one kernel does both
@@ -121,8 +158,15 @@ class Costs:
         element = self._experiment.precision.element_bytes
         return self._memory_ns(work.amount * (element + work.bits / 8)) + self.cluster.device.launch_ns
 
+    @cached_property
+    def _layout(self) -> "LayoutCosts":
+        """Of what engine=megatron asks for; other engines do not import it."""
+        from .megatron.costs import LayoutCosts
+
+        return LayoutCosts(self._experiment, self._spec, self)
+
     def _memory_ns(self, nbytes: float) -> float:
-        return nbytes / self.cluster.device.memory_Bps * 1e9
+        return self.device.memory_ns(nbytes)
 
     def _compute_ns(self, key: str) -> float:
         probed = self.cluster.host.compute_ns
@@ -131,7 +175,7 @@ class Costs:
         slept = self.slept_ns(Work("compute", key))
         if not probed:
             emulated = self.cluster.emulated_flops_per_s is not None
-            return slept if emulated else self._roofline_ns(self._tallies[f"{phase}/{kind}"])
+            return slept if emulated else self.device.time_ns(self.tally(key))
         for name in (key, f"{phase}/{kind}"):
             if name in probed:
                 return max(slept, probed[name])
@@ -139,11 +183,6 @@ class Costs:
             return slept
         # the probe gives the root as one: what its embedding does not sleep is the head's
         return max(slept, probed.get(f"{phase}/root", 0) - self.slept_ns(Work("compute", f"{phase}/{EMBED}")))
-
-    def _roofline_ns(self, tally: Tally) -> float:
-        device = self.cluster.device
-        matmul_ns = tally.seconds_at_peak / device.matmul_efficiency * 1e9
-        return matmul_ns + self._memory_ns(tally.nbytes) + tally.kernels * device.launch_ns
 
     def _step_ns(self) -> float:
         if "step" in self.cluster.host.compute_ns:
@@ -165,40 +204,34 @@ class Costs:
 
     @cached_property
     def _tallies(self) -> dict[str, Tally]:
-        spec, micro, sequence = self._spec, self._experiment.batch.micro, self._sequence
-        element = self._experiment.precision.element_bytes
-        tokens = micro * sequence
-        passes = ELEMENTWISE_PASSES * tokens * spec.hidden + SOFTMAX_PASSES * spec.heads * sequence * tokens
-        other = Tally(nbytes=passes * element, kernels=OTHER_KERNELS)
-        block = self._matmuls(block_matmuls(spec, sequence=sequence, micro=micro)).plus(other)
-        root = root_matmuls(spec, sequence=sequence, micro=micro)
-        # token and position are looked up and added
-        lookup = Tally(nbytes=3.0 * tokens * spec.hidden * element, kernels=2)
-        # the head's norm, and a loss in fp32 that reads the logits twice and writes them once
-        classes = spec.vocab if spec.head in ("lm", "masked_lm", "pretraining") else spec.classes
-        loss = Tally(nbytes=2.0 * tokens * spec.hidden * element + 12.0 * tokens * classes, kernels=4)
-        embed = self._matmuls([m for m in root if m.kind in BEFORE_BLOCKS]).plus(lookup)
-        head = self._matmuls([m for m in root if m.kind not in BEFORE_BLOCKS]).plus(loss)
-        again = 1 if self._experiment.recompute is Recompute.full else 0
-        return {
-            "forward/block": block,
-            "backward/block": block.times(2 + again),
-            "forward/embed": embed,
-            "backward/embed": embed.times(2),
-            "forward/head": head,
-            "backward/head": head.times(2),
+        spec, device, micro, kernels = self._spec, self.device, self._experiment.batch.micro, self.kernels
+        sequence, recompute = self._sequence, self._experiment.recompute
+        by_layer = recompute is Recompute.selective_layer
+        odd, *even = (
+            block_work(
+                spec,
+                device,
+                sequence=sequence,
+                micro=micro,
+                recompute=recompute.value,
+                kernels=kernels,
+                layer=layer,
+            )
+            for layer in ((1, 0) if by_layer else (1,))
+        )
+        embed = embed_work(spec, device, sequence=sequence, micro=micro, kernels=kernels)
+        head = head_work(spec, device, sequence=sequence, micro=micro, kernels=kernels)
+        tallies = {
+            "forward/block": odd.forward,
+            "backward/block": odd.recomputed + odd.backward,
+            "forward/embed": embed[0],
+            "backward/embed": embed[1],
+            "forward/head": head[0],
+            "backward/head": head[1],
         }
-
-    def _matmuls(self, products: Any) -> Tally:
-        device, element = self.cluster.device, self._experiment.precision.element_bytes
-        total = Tally()
-        for p in products:
-            assert isinstance(p, Matmul)
-            moved = p.num * element * (p.m * p.k + p.k * p.n + p.m * p.n)
-            # bytes are not slowed by the matmul's efficiency, which divides the whole later
-            at_peak = max(p.flop / device.flop_per_s, moved / device.memory_Bps * device.matmul_efficiency)
-            total = total.plus(Tally(p.flop, at_peak, 0.0, 1))
-        return total
+        for work in even:
+            tallies["backward/block.even"] = work.recomputed + work.backward
+        return tallies
 
     def _check_probe(self) -> None:
         probed = self.cluster.host.compute_ns
@@ -217,7 +250,7 @@ class Costs:
         """Operations of one rank's step: forward and backward, without recomputation."""
         forward = self._tallies["forward/embed"].flop + self._tallies["forward/head"].flop
         forward += self._spec.layers * self._tallies["forward/block"].flop
-        return 3 * forward * self._experiment.batch.accumulation
+        return 3 * forward * self._experiment.batch.accumulation // self._ranks_a_replica
 
     def hardware_flop(self) -> int:
         """`model_flop` with what is recomputed."""
@@ -228,7 +261,12 @@ class Costs:
             recompute=self._experiment.recompute.value,
             micro=batch.micro,
         )
-        return self.model_flop() + again * batch.accumulation
+        return self.model_flop() + again * batch.accumulation // self._ranks_a_replica
+
+    @property
+    def _ranks_a_replica(self) -> int:
+        """Ranks that share the work of one replica of the model."""
+        return self._experiment.parallel.tensor * self._experiment.parallel.pipeline
 
 
 def with_value(cluster: ClusterConf, key: str, value: Any) -> ClusterConf:

@@ -17,10 +17,12 @@ from ..policies.comm import (
     Placement,
     WeightsChanged,
     WeightsNeeded,
+    check_copy,
+    check_reduced,
     describe_action,
     describe_event,
 )
-from ..policies.mesh import WORLD, Mesh
+from ..policies.mesh import HPZ, LOCAL, NODE, WORLD, Mesh
 from ..policies.partition import shard_segments
 from ..policies.plan import Plan
 from .costs import EMBED, HEAD
@@ -29,6 +31,7 @@ from .program import Program
 from .rules import Blocking, Handle
 
 ROOT = "root"
+_AXES = (WORLD, LOCAL, NODE, HPZ)
 
 
 @dataclass(slots=True)
@@ -44,6 +47,8 @@ class Decisions:
         known = self._known.get(event)
         if known is None:
             plan = self.policy.decide(event)
+            if isinstance(event, WeightsNeeded) and plan is not None:
+                check_copy(self.policy, event, plan)
             if plan not in self._plans:
                 self._plans[plan] = (plan, describe_action(plan))
             plan, action = self._plans[plan]
@@ -53,14 +58,16 @@ class Decisions:
 
 
 class Weights:
-    """Which units are gathered, and which have a secondary copy that is good."""
+    """Which units are gathered, and which have a secondary copy that is good, cut over which axis."""
 
     def __init__(self, copies: Iterable[str] = ()) -> None:
+        """`copies`: as `key` gives them."""
         self.gathered: dict[str, None] = {}
-        self.copies: dict[str, None] = dict.fromkeys(copies)
+        parts = (copy.rpartition("/") for copy in copies)
+        self.copies: dict[str, str] = {unit: axis for unit, _, axis in parts}
 
     def key(self) -> tuple[str, ...]:
-        return tuple(sorted(self.copies))
+        return tuple(sorted(f"{unit}/{axis}" for unit, axis in self.copies.items()))
 
 
 class Engine:
@@ -69,6 +76,7 @@ class Engine:
     Args:
         units: Of the model, root first.
         clip: Whether the norm of all gradients is reduced before the step.
+        gradient_bytes: Of an element on the wire when sharded gradients are summed; None: as the weights.
     """
 
     def __init__(
@@ -81,6 +89,7 @@ class Engine:
         num_micro_batches: int,
         eval_batches: int,
         clip: bool,
+        gradient_bytes: int | None = None,
     ) -> None:
         self._decisions = decisions
         self._policy = decisions.policy
@@ -91,19 +100,23 @@ class Engine:
         self._num_micro_batches = num_micro_batches
         self._eval_batches = eval_batches
         self._clip = clip
+        self._gradient_bytes = gradient_bytes or precision.element_bytes
         self._sharded = self._policy.placement is Placement.sharded
         self._interpreted: dict[tuple[int, Goal, int], Interpreted] = {}
         self._segments: dict[int, tuple[int, ...]] = {}
+        self._reduced: dict[str, None] = {}  # units of which a plan has reduced gradients in this step
 
     def training_step(self, rules: Blocking, weights: Weights) -> Program:
         """One optimizer step. `weights` is changed to what holds after it."""
         last = self._num_micro_batches - 1
+        self._reduced.clear()
         for micro_batch in range(self._num_micro_batches):
             self._forward(rules, weights, Phase.forward.value)
             self._backward(rules, weights, micro_batch)
             rules.backward_done()
             if micro_batch == last:
                 weights.gathered.clear()
+        check_reduced(self._policy, [unit.name for unit in (self._root, *self._blocks)], self._reduced)
         rules.drain()
         if self._clip:
             self._all_reduce(rules, "step", 1)
@@ -174,10 +187,15 @@ class Engine:
             )
         weights.gathered[unit.name] = None
         interpreted = self._interpret(plan, Goal.gather, unit)
+        if interpreted.loads_copy and interpreted.loads_copy != weights.copies[unit.name]:
+            raise ValueError(
+                f"policy {self._policy.name!r}: {unit.name}: no secondary shard over {interpreted.loads_copy!r} has "
+                f"been stored, but one over {weights.copies[unit.name]!r}"
+            )
         if interpreted.loads_copy and asked is Phase.backward and not self._policy.copy_outlives_micro_batch:
             weights.copies.pop(unit.name, None)
         if interpreted.stores_copy:
-            weights.copies[unit.name] = None
+            weights.copies[unit.name] = interpreted.stores_copy
         return rules.gather(interpreted, phase, unit.name)
 
     def _reshard(self, rules: Blocking, weights: Weights, unit: str) -> None:
@@ -188,6 +206,7 @@ class Engine:
     def _reduce(self, rules: Blocking, unit: Unit, micro_batch: int) -> None:
         plan = self._decisions.decide(GradientsReady(unit.name, micro_batch, self._num_micro_batches))
         if plan is not None:
+            self._reduced[unit.name] = None
             goal = Goal.reduce if self._sharded else Goal.whole
             rules.reduce(self._interpret(plan, goal, unit), Phase.backward.value, unit.name)
 
@@ -214,6 +233,7 @@ class Engine:
             )
 
     def _interpret(self, plan: Plan, goal: Goal, unit: Unit) -> Interpreted:
+        self._check_axes(plan)
         key = (id(plan), goal, id(unit.tensors))  # equal plans are one object, and blocks share their tensors
         known = self._interpreted.get(key)
         if known is None:
@@ -222,9 +242,16 @@ class Engine:
                 goal=goal,
                 segments=self.segments(unit),
                 mesh=self._mesh,
-                element_bytes=self._precision.element_bytes,
+                element_bytes=self._gradient_bytes if goal is Goal.reduce else self._precision.element_bytes,
             )
         return known
+
+    def _check_axes(self, plan: Plan) -> None:
+        """The axes of a layout are not there: FSDP2 knows data parallelism only."""
+        for step in plan.steps:
+            axis = getattr(step, "axis", WORLD)
+            if axis not in _AXES:
+                raise ValueError(f"axis={axis!r} is not on the mesh; use one of {list(_AXES)}")
 
     def segments(self, unit: Unit) -> tuple[int, ...]:
         """Elements of each tensor in one slice of the unit."""

@@ -36,7 +36,8 @@ class Work(NamedTuple):
     """Something that takes time on one rank and moves nothing. `costs.Costs` says how long.
 
     kind `encode` or `decode`: `amount` elements of `bits`. `traffic`: `amount` bytes read and written, as
-    `key` says. `compute`: `key` is such as "forward/block.0". `step`: the optimizer's.
+    `key` says. `compute`: `key` is such as "forward/block.0", or
+    "forward/block.0#out" for a part of it. `step`: the optimizer's. `fixed`: `amount` nanoseconds.
     """
 
     kind: str
@@ -63,11 +64,14 @@ class LocalWork:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One executed collective of more than one rank.
+    """One executed collective of more than one rank, or one end of a message between two.
 
     `message_bytes`: all_gather: one rank's part; reduce_scatter and all_to_all: the part for one peer; else
-    the whole tensor. `numel` and `element_bytes` describe the whole input of an all_reduce or reduce. `hop`
-    is the work between two hops of a ring that reduces: before the first send, and after each receipt.
+    the whole tensor. op `send` and `recv`: the other end is `peer` places further along `axis` (+1: the next
+    stage; the last is followed by the first), and both ends have one tag. A send's data leaves at once, and a
+    receipt ends when all of it is there. `numel` and `element_bytes` describe the whole input of an all_reduce
+    or reduce. `hop` is the work between two hops of a ring that reduces: before the first send, and after each
+    receipt.
     """
 
     op: str
@@ -79,6 +83,7 @@ class Transfer:
     element_bytes: int = 0
     root: int = 0  # position in the group
     hop: tuple[tuple[Work, ...], tuple[Work, ...]] = ((), ())
+    peer: int = 0  # signed distance along the axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +100,8 @@ class Interpreted:
     """`pieces` in the order of issue, chunk after chunk."""
 
     pieces: tuple[Piece, ...]
-    stores_copy: bool
-    loads_copy: bool
+    stores_copy: str  # over which axis; "": none
+    loads_copy: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +131,11 @@ def interpret(
     for start, end in cuts:
         walk = _Walk(plan, goal, cut_segments(segments, start, end), mesh, element_bytes)
         walk.run(pieces)
-    kinds = {type(step) for step in plan.steps}
-    return Interpreted(tuple(pieces), StoreCopy in kinds, LoadCopy in kinds)
+    stored = [step.axis for step in plan.steps if isinstance(step, StoreCopy)]
+    loaded = [step.axis for step in plan.steps if isinstance(step, LoadCopy)]
+    if goal is not Goal.gather and (stored or loaded):
+        raise ValueError(f"plan '{plan.describe()}' keeps a copy, but only a gather can")
+    return Interpreted(tuple(pieces), stored[-1] if stored else "", loaded[-1] if loaded else "")
 
 
 class _Walk:
@@ -174,7 +182,14 @@ class _Walk:
         match step:
             case Quantize():
                 self._need(value.encoding is None, step, "quantized data")
-                own = elements // axis_size(self.mesh, step.exact_own) if step.exact_own is not None else 0
+                self._need(value.parts == 1, step, "parts that no Reduce has added up")
+                sharers = axis_size(self.mesh, step.exact_own) if step.exact_own is not None else 1
+                if value.slices % sharers:
+                    raise ValueError(
+                        f"plan '{self.plan.describe()}': {value.slices} slices cannot be shared out over {sharers} "
+                        f"ranks of {step.exact_own!r}"
+                    )
+                own = elements // sharers if step.exact_own is not None else 0
                 work = Work("encode", "", step.bits, elements - own)
                 return replace(value, encoding=step), [LocalWork(f"encode{step.bits}", work)]
             case Dequantize():
@@ -191,6 +206,11 @@ class _Walk:
                 work = Work("traffic", "reduce", 0, moved if value.parts > 1 else 0)
                 return replace(value, parts=1), [LocalWork("reduce", work)] if value.parts > 1 else []
             case Reorder():
+                self._need(value.encoding is None, step, "quantized data")
+                if value.parts != 1 or value.slices != self.mesh.num_ranks:
+                    raise ValueError(
+                        f"plan '{self.plan.describe()}': Reorder takes one slice a rank, got {value.slices}"
+                    )
                 return (
                     value,
                     [],
@@ -213,6 +233,12 @@ class _Walk:
             raise ValueError(
                 f"plan '{self.plan.describe()}': Quantize(exact_own={exact!r}) must be followed by "
                 f"AllToAll(axis={exact!r})"
+            )
+        root = step.root if isinstance(step, Broadcast | ReduceTo) else 0
+        if not 0 <= root < size:
+            raise ValueError(
+                f"plan '{self.plan.describe()}': root={root} is not in the group of {step.axis!r}; use one of "
+                f"[0, {size - 1}]"
             )
         payload = value.slices * self.numel * self.element_bytes
         whole = value.slices * self._slice_bytes(value.encoding)
@@ -288,3 +314,8 @@ def axis_size(mesh: Mesh, axis: str) -> int:
     """`mesh.size(axis)` without listing the group: a cluster may have many thousand ranks."""
     sizes = {WORLD: mesh.num_ranks, LOCAL: mesh.ranks_per_node, NODE: mesh.num_nodes}
     return sizes[axis] if axis in sizes else mesh.size(axis)
+
+
+def peer_of(group: Sequence[int], rank: int, transfer: Transfer) -> int:
+    """The rank at the other end of a `send` or `recv`."""
+    return group[(group.index(rank) + transfer.peer) % len(group)]

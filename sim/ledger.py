@@ -1,6 +1,6 @@
 """Which collectives each rank leaves in the ledger, and which ranks leave the same."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,11 +8,13 @@ from numpy.typing import NDArray
 
 from ..analysis.record import LedgerRow
 from ..policies import wire
-from ..policies.mesh import HPZ, NODE, WORLD, Mesh
+from ..policies.mesh import WORLD, Mesh
 from .executor import Segment
-from .interpreter import Transfer, axis_size
+from .interpreter import Transfer, peer_of
+from .program import Item, Program
 
 Vector = NDArray[np.int64]  # [num_ranks]
+_Row = tuple[str, str, str, str, str, int, int, int, int]  # of a LedgerRow, without rank, iteration and count
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,27 +29,47 @@ class RankClass:
         return sorted(rank for start, stop, step in self.ranks for rank in range(start, stop, step))
 
 
-def rank_classes(mesh: Mesh, transfers: Sequence[Transfer]) -> tuple[RankClass, ...]:
-    """The ranks, sorted by what they send in `transfers`; the class of rank 0 first."""
-    shapes = dict.fromkeys((t.op, t.axis, t.root) for t in transfers)
+def rank_classes(mesh: Mesh, programs: Iterable[Mapping[int, Program]]) -> tuple[RankClass, ...]:
+    """The ranks, sorted by what they send in the programs of a run's segments; the class of rank 0 first."""
     ranks: Vector = np.arange(mesh.num_ranks)
     key: Vector = np.zeros_like(ranks)
-    for op, axis, root in shapes:
-        for figure in _signature(mesh, ranks, op, axis, root):
-            key = key * (int(figure.max()) + 1) + figure
-            if int(key.max()) > mesh.num_ranks:  # keep it small: only equality counts
-                key = np.unique(key, return_inverse=True)[1]
+
+    def split(figure: Vector) -> None:
+        nonlocal key
+        key = key * (int(figure.max()) + 1) + figure
+        if int(key.max()) > mesh.num_ranks:  # keep it small: only equality counts
+            key = np.unique(key, return_inverse=True)[1]
+
+    each = list({id(of_segment): of_segment for of_segment in programs}.values())
+    for of_segment in each:
+        split(np.searchsorted(np.array(list(of_segment)), ranks, side="right") - 1)
+    for op, axis, root, peer in dict.fromkeys(
+        (t.op, t.axis, t.root, t.peer)
+        for of_segment in each
+        for p in of_segment.values()
+        for t in transfers_of(p)
+    ):
+        for figure in _signature(mesh, ranks, op, axis, root, peer):
+            split(figure)
     members = [ranks[key == value] for value in np.flatnonzero(np.bincount(key))]
     members.sort(key=lambda m: int(m[0]))
     return tuple(RankClass(int(m[0]), len(m), _runs(m, mesh.ranks_per_node)) for m in members)
 
 
-def _signature(mesh: Mesh, ranks: Vector, op: str, axis: str, root: int) -> list[Vector]:
+def transfers_of(program: Program) -> Iterator[Transfer]:
+    """All that its items do, or contain."""
+    for item in program.items:
+        if item.transfer is not None:
+            yield item.transfer
+        for transfer, _, _ in item.inside:
+            yield transfer
+
+
+def _signature(mesh: Mesh, ranks: Vector, op: str, axis: str, root: int, peer: int) -> list[Vector]:
     """Per rank, numbers that fix what it sends in one kind of collective."""
     local = mesh.ranks_per_node
-    size = axis_size(mesh, axis)
-    step = local if axis == NODE else 1
-    place = ranks // local if axis == NODE else ranks % size if axis in (WORLD, HPZ) else ranks % local
+    size, step = mesh.lattice(axis)
+    place = ranks // step % size
     first = ranks - place * step
     node = ranks // local
 
@@ -56,15 +78,21 @@ def _signature(mesh: Mesh, ranks: Vector, op: str, axis: str, root: int) -> list
         leaves: Vector = np.not_equal(there, node).astype(np.int64)
         return leaves
 
+    if op == "recv":
+        return []
+    if op == "send":
+        return [outside(peer)]
     if op in ("all_gather", "reduce_scatter"):
         return [outside(1)]
     if op == "all_reduce":
         return [outside(-1)]
     if op == "all_to_all":
-        # ranks of its group on its own node: the run of the group that lies there
-        low = np.maximum(first, node * local)
-        high = np.minimum(first + size, (node + 1) * local)
-        return [np.ones_like(ranks) if axis == NODE else high - low]
+        # ranks of its group on its own node
+        group = ranks // (step * size) * step + ranks % step
+        _, at, beside = np.unique(
+            group * (mesh.num_nodes + 1) + node, return_inverse=True, return_counts=True
+        )
+        return [beside[at]]
     virtual = (place - root) % size
     if op == "reduce":
         return [outside(-1), (virtual == 0).astype(np.int64), outside(root - place)]
@@ -100,22 +128,44 @@ class Ledger:
         rows: list[LedgerRow] = []
         for each in classes:
             rank, count = each.rank, each.count
-            templates: dict[int, list[tuple[str, str, str, str, str, int, int, int, int]]] = {}
+            templates: dict[int, list[tuple[_Row, int]]] = {}
             for segment in segments:
-                program = segment.program
+                program = segment.program(rank)
                 template = templates.get(id(program))
                 if template is None:
-                    template = templates[id(program)] = []
-                    for item in program.items:
-                        t = item.transfer
-                        if t is None:
-                            continue
-                        sent = self.sent(rank, t)
-                        row = (item.phase, item.unit, t.op, t.axis, t.group_size, t.payload_bytes)
-                        template.append((item.stream, *row, sent.wire_bytes, sent.inter_node_bytes))
+                    template = templates[id(program)] = self._template(rank, program)
                 iteration = segment.iteration
-                rows += [LedgerRow(rank, row[0], iteration, *row[1:], count) for row in template]
+                rows += [
+                    LedgerRow(rank, row[0], iteration, *row[1:], count * times) for row, times in template
+                ]
         return rows
+
+    def num_rows(self, rank: int, program: Program) -> int:
+        """Rows of one segment."""
+        return len(self._template(rank, program))
+
+    def _template(self, rank: int, program: Program) -> list[tuple[_Row, int]]:
+        """A segment's rows, each with how many equal collectives it stands for: more than one if compact."""
+        items = [(item, 1) for item in program.items if item.transfer is not None or item.inside]
+        if program.compact:
+            alike: dict[tuple[object, ...], tuple[Item, int]] = {}
+            for item, _ in items:
+                key = (item.phase, item.unit, item.stream, id(item.transfer), id(item.inside))
+                alike[key] = (item, alike[key][1] + 1 if key in alike else 1)
+            items = list(alike.values())
+        rows: list[tuple[_Row, int]] = []
+        for item, repeats in items:
+            own = ((item.transfer, item.stream, 1),) if item.transfer is not None else ()
+            for t, stream, times in (*own, *item.inside):
+                sent = self.sent(rank, t)
+                what = (item.phase, item.unit, t.op, t.axis, t.group_size, t.payload_bytes)
+                rows.append(((stream, *what, sent.wire_bytes, sent.inter_node_bytes), times * repeats))
+        if not program.compact:
+            return [(row, 1) for row, times in rows for _ in range(times)]
+        counts: dict[_Row, int] = {}
+        for row, times in rows:
+            counts[row] = counts.get(row, 0) + times
+        return list(counts.items())
 
     def sent(self, rank: int, transfer: Transfer) -> wire.Sent:
         """What `rank` sends in `transfer`."""
@@ -139,6 +189,10 @@ class Ledger:
                 return wire.all_reduce(mesh, rank, group, t.numel, t.element_bytes)
             case "broadcast":
                 return wire.broadcast(mesh, rank, group, group[t.root], t.message_bytes)
+            case "send":
+                return wire.to_peers(mesh, rank, [(peer_of(group, rank, t), t.message_bytes)])
+            case "recv":
+                return wire.Sent(0, 0)
             case "reduce":
                 return wire.reduce_to(mesh, rank, group, group[t.root], t.numel, t.element_bytes)
         raise ValueError(f"no wire bytes are known for {t.op}")

@@ -1,11 +1,12 @@
 """The simulated machine: who waits for what when a rank computes or sends."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from typing import Any
 
 import simpy
 
 from ..conf.schema import Backend, ClusterConf
+from .conditions import Conditions
 from .costs import Costs
 from .interpreter import Work
 from .network import Network, Route
@@ -15,6 +16,8 @@ from .topology import Link, Path, Topology
 # more than an idle connection's latency decides who waits for whose notice.
 ARRIVAL_SKEW_NS = 100_000
 
+Tag = tuple[Hashable, ...]  # names a collective: the same on all its ranks, and used once
+
 Steps = Generator[Any, Any, None]  # of a simpy process
 
 
@@ -22,24 +25,66 @@ class Machine:
     """Ranks, cores and links in simulated time.
 
     Args:
-        ranks: Those that are simulated; with `folded`, each stands for all ranks of a host.
+        folded: Each rank that is simulated stands for others.
+        shares: Of each simulated rank, the share of all ranks that it stands for; empty: one stands for all.
+        part_costs: Of the parts of a mixed cluster, by their first rank.
     """
 
-    def __init__(self, env: simpy.Environment, costs: Costs, topology: Topology, *, folded: bool) -> None:
+    def __init__(
+        self,
+        env: simpy.Environment,
+        costs: Costs,
+        topology: Topology,
+        *,
+        folded: bool,
+        conditions: Conditions | None = None,
+        shares: Mapping[int, float] | None = None,
+        part_costs: Mapping[int, Costs] | None = None,
+    ) -> None:
         self.env = env
         self.costs = costs
         self.network = Network(env)
         self.topology = topology
         cluster = costs.cluster
+        self.conditions = conditions if conditions is not None else Conditions(cluster)
+        self._part_costs = dict(part_costs or {})
         # how much later than the others every other rank comes to a collective
         self.skew_ns = ARRIVAL_SKEW_NS if cluster.backend is Backend.gloo and not folded else 0
         self._per_host = cluster.num_ranks if cluster.host.all_nodes else cluster.devices_per_node
-        self._weight = float(self._per_host) if folded else 1.0
+        self._folded = folded
+        self._shares = dict(shares or {})
         self._cores = _cores(cluster, self._per_host)
         # a probe times a rank while all ranks do the same: what it saw is this share of a core
         self.core_share = min(1.0, cluster.host.cores / self._per_host) if cluster.host.cores else 1.0
-        self._routes: dict[tuple[int, int], tuple[Path, Route, bool]] = {}
+        self._routes: dict[tuple[int, int, bool], tuple[Path, Route, bool]] = {}
         self._last_sent: dict[tuple[int, int], Any] = {}  # of each connection
+
+        if not folded:
+            self._set_changes()
+
+    def costs_of(self, rank: int) -> Costs:
+        """Of the part of the cluster that `rank` lies in."""
+        own = self.costs
+        for first, costs in self._part_costs.items():
+            if rank >= first:
+                own = costs
+        return own
+
+    def _set_changes(self) -> None:
+        """Let the links of nodes change when their conditions do."""
+
+        def change(now_ns: int) -> None:
+            for node in sorted(set(self.conditions.nodes) | set(self.conditions.cut_ns)):
+                capacity = (
+                    self.costs.cluster.inter_node.node_Bps / 1e9 * self.conditions.link_share(node, now_ns)
+                )
+                for link in self.topology.nic(node):
+                    if link.capacity != capacity:
+                        self.network.change(link, capacity)
+
+        change(0)
+        for at_ns in self.conditions.link_changes_ns():
+            self.env.timeout(at_ns).callbacks.append(lambda _, at_ns=at_ns: change(at_ns))
 
     @property
     def shares_cores(self) -> bool:
@@ -47,11 +92,15 @@ class Machine:
 
     def work(self, rank: int, works: Sequence[Work]) -> Steps:
         """Do `works` one after the other."""
+        costs, slowed = self.costs_of(rank), rank in self.conditions.ranks
         for work in works:
-            ns = self.costs.ns(work)
+            ns = costs.ns(work)
             if not ns:
                 continue
-            slept_ns = self.costs.slept_ns(work) if self._cores else ns
+            slept_ns = costs.slept_ns(work) if self._cores else ns
+            if slowed:
+                slow = (self.conditions.end_ns(rank, self.env.now, ns) - self.env.now) / ns
+                ns, slept_ns = round(ns * slow), round(slept_ns * slow)
             if slept_ns:
                 yield self.env.timeout(slept_ns)
             if ns > slept_ns:
@@ -68,18 +117,29 @@ class Machine:
         return self._way(source, target)[0].latency_ns
 
     def send(
-        self, source: int, target: int, nbytes: float, *, after_ns: int = 0, in_order: bool = True
+        self,
+        source: int,
+        target: int,
+        nbytes: float,
+        *,
+        after_ns: int = 0,
+        in_order: bool = True,
+        pooled: bool = False,
+        channels: int = 1,
     ) -> Any:
         """Put a message on the way, at the earliest `after_ns` from now; the event fires when all of it has left.
 
-        `in_order`: it follows the one before it from `source` to `target`; else they share the way.
+        `in_order`: it follows the one before it from `source` to `target`; else they share the way. `pooled`: on all
+        rails together. `channels`: it counts as so many flows where it shares the way.
         A message that stays in its node is a copy by a core: where cores are shared it takes its share of them, and
         never runs faster than the connection.
         """
-        path, route, copied = self._way(source, target)
+        path, route, copied = self._way(source, target, pooled)
         amount = nbytes
         if copied:
-            amount = nbytes / min(link.capacity for link in path.links) * self.core_share
+            amount = nbytes / min(link.capacity for link, _ in path.links) * self.core_share
+        if channels > 1:
+            amount, route = amount / channels, tuple((link, channels * load) for link, load in route)
         if not in_order:
             return self.network.flow(amount, route, after_ns=after_ns)
         before = self._last_sent.get((source, target))
@@ -97,21 +157,23 @@ class Machine:
         self._last_sent[source, target] = sent
         return sent
 
-    def _way(self, source: int, target: int) -> tuple[Path, Route, bool]:
-        known = self._routes.get((source, target))
+    def _way(self, source: int, target: int, pooled: bool = False) -> tuple[Path, Route, bool]:
+        known = self._routes.get((source, target, pooled))
         if known is None:
-            path = self.topology.path(source, target)
+            path = self.topology.path(source, target, pooled=pooled)
             copied = path.node and bool(self._cores)
-            route: Route = tuple((link, 1.0) for link in path.links)
+            route: Route = path.links
             if copied:
                 # in core-ns: the connection's capacity is the share of a core with which the probe measured it
                 connection = Link(f"copy.{source}>{target}", self.core_share)
                 route = ((connection, 1.0), *self._core_route(source))
-            known = self._routes[source, target] = (path, route, copied)
+            known = self._routes[source, target, pooled] = (path, route, copied)
         return known
 
     def _core_route(self, rank: int) -> Route:
-        return ((self._cores[rank // self._per_host], self._weight),)
+        if self._folded:
+            return ((self._cores[0], self._per_host * self._shares.get(rank, 1.0)),)
+        return ((self._cores[rank // self._per_host], 1.0),)
 
 
 def _cores(cluster: ClusterConf, per_host: int) -> list[Link]:

@@ -7,6 +7,7 @@ are a link too: a computation is a flow of core-nanoseconds that takes at most o
 import heapq
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import simpy
@@ -15,7 +16,24 @@ from .topology import Link
 
 Route = tuple[tuple[Link, float], ...]  # links and how often the flow loads each
 
+NEVER_NS = 1 << 62
+
 _ROUNDING = 1e-6  # ns: below this a finish is the same instant
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """After `latency_ns`, flows of (amount, route) side by side."""
+
+    latency_ns: int
+    flows: tuple[tuple[float, Route], ...] = ()
+
+
+def alone_ns(stage: Stage) -> float:
+    """How long a stage takes on an empty network."""
+    return stage.latency_ns + max(
+        amount * max(weight / link.capacity for link, weight in route) for amount, route in stage.flows
+    )
 
 
 class Flow:
@@ -64,6 +82,12 @@ class Network:
         else:
             self._start(amount, route, limit, done)
         return done
+
+    def change(self, link: Link, capacity: float) -> None:
+        """From now on `link` has another capacity; with 0 what is on it stands still."""
+        link.capacity = capacity
+        self._changed[link] = None
+        self._settle_soon()
 
     def _start(self, amount: float, route: Route, limit: float, done: Any) -> None:
         if self.history is not None:
@@ -152,6 +176,9 @@ class Network:
         flow.left -= flow.rate * (now - flow.since_ns)
         flow.since_ns, flow.rate = now, rate
         flow.stamp += 1
+        if rate <= 0:
+            flow.finish_ns = NEVER_NS
+            return
         flow.finish_ns = now + max(0, math.ceil(flow.left / rate * (1 - 1e-12) - _ROUNDING))
         self._order += 1
         heapq.heappush(self._due, (flow.finish_ns, self._order, flow.stamp, flow))

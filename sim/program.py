@@ -3,7 +3,7 @@
 An engine model writes it; `executor` runs it in simulated time, one copy a rank.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from .interpreter import Interpreted, LocalWork, Transfer, Work
@@ -12,11 +12,16 @@ MAIN = "main"  # the worker of the thread that computes
 COMPUTE = "compute"  # the stream that shows it
 QUANTIZE = "quantize"
 LIBRARY = "library"
+HOST = "host"  # a host thread's own time: no work of the device
 
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """A stretch of one worker. `after`: indices of items on other workers that must end first."""
+    """A stretch of one worker. `after`: indices of items on other workers that must end first.
+
+    `tag` names a transfer among those of its segment: ranks with programs of their own meet where it is equal.
+    None: the item's index, which is right where all ranks run one program.
+    """
 
     index: int
     worker: str
@@ -27,13 +32,21 @@ class Item:
     parts: tuple[LocalWork, ...] = ()
     transfer: Transfer | None = None
     only_root: bool = False  # the other ranks have nothing to do here
+    tag: Hashable = None
+    # collectives that `parts` contain, with the stream that shows them and how often each is there: their time is
+    # part of the item's, for nothing else of the rank can come between
+    inside: tuple[tuple[Transfer, str, int], ...] = ()
 
 
 @dataclass(slots=True)
 class Program:
-    """Items in the order of issue; each worker takes its own in that order."""
+    """Items in the order of issue; each worker takes its own in that order.
+
+    `compact`: equal collectives of a step are one row of the ledger (a pipeline has thousands).
+    """
 
     items: list[Item] = field(default_factory=list)
+    compact: bool = False
 
     def workers(self) -> dict[str, list[Item]]:
         by_worker: dict[str, list[Item]] = {MAIN: []}
@@ -59,6 +72,10 @@ class Writer:
         item = self._last.get(worker)
         return () if item is None else (item.index,)
 
+    def catch_up(self) -> None:
+        """Take note of items that were put into the program past the writer."""
+        self._last = {item.worker: item for item in self.program.items}
+
     def everything(self) -> tuple[int, ...]:
         return tuple(item.index for item in self._last.values())
 
@@ -78,9 +95,17 @@ class Writer:
         return self._add(worker, stream, phase, unit, after, (part,), None, only_root).index
 
     def transfer(
-        self, worker: str, stream: str, phase: str, unit: str, transfer: Transfer, after: Iterable[int] = ()
+        self,
+        worker: str,
+        stream: str,
+        phase: str,
+        unit: str,
+        transfer: Transfer,
+        after: Iterable[int] = (),
+        *,
+        tag: Hashable = None,
     ) -> int:
-        return self._add(worker, stream, phase, unit, after, (), transfer, False).index
+        return self._add(worker, stream, phase, unit, after, (), transfer, False, tag).index
 
     def plan(
         self,
@@ -90,10 +115,12 @@ class Writer:
         *,
         worker: str | None,
         after: Iterable[int] = (),
+        tag: Hashable = None,
     ) -> tuple[int, ...]:
         """All pieces of a plan; `worker` None gives each stream its own.
 
-        `after` holds for every piece that waits for no other.
+        `after` holds for every piece that waits for no other. `tag`: of the plan; its transfers are counted
+        behind it.
 
         Returns:
             Indices of the items with which the plan ends.
@@ -107,7 +134,8 @@ class Writer:
             for at in waits if piece.after else ():
                 open_ends.pop(at, None)
             if isinstance(piece.what, Transfer):
-                item = self._add(on, piece.stream, phase, unit, waits, (), piece.what, False)
+                own = None if tag is None else (tag, len(index))
+                item = self._add(on, piece.stream, phase, unit, waits, (), piece.what, False, own)
             else:
                 last = self._last.get(on)
                 joins = (
@@ -132,10 +160,11 @@ class Writer:
         parts: tuple[LocalWork, ...],
         transfer: Transfer | None,
         only_root: bool,
+        tag: Hashable = None,
     ) -> Item:
         items = self.program.items
         waits = tuple(dict.fromkeys(at for at in after if items[at].worker != worker))
-        item = Item(len(items), worker, stream, phase, unit, waits, parts, transfer, only_root)
+        item = Item(len(items), worker, stream, phase, unit, waits, parts, transfer, only_root, tag)
         items.append(item)
         self._last[worker] = item
         return item

@@ -1,33 +1,56 @@
 """One experiment in simulated time: from its config to its record."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
 
-import simpy
+import numpy as np
 
 from ..analysis.record import Decision, LedgerRow, Record, Span, comm_means, iteration_stats, new_result
-from ..conf.model_spec import ModelSpec, parameters
-from ..conf.schema import Backend, ClusterConf, ExperimentConf, Precision
-from ..policies.comm import CommPolicy, Placement, build_comm
-from ..policies.mesh import Mesh
-from .collectives import Collectives, PerStep
-from .constants import with_fixed_costs
+from ..conf.model_spec import ModelSpec
+from ..conf.schema import Backend, ClusterConf, Engine, ExperimentConf, Target
+from ..policies.comm import CommPolicy
 from .costs import Costs, with_value
-from .engine import Decisions, Engine, Weights
-from .executor import Executor, Segment, Timing
-from .folded import Folded
+from .energy import energy_j
+from .engines import EngineModel, Fsdp2, Setup
+from .goodput import goodput_of
 from .ledger import Ledger, RankClass, rank_classes
-from .machine import ARRIVAL_SKEW_NS, Machine
-from .memory import memory_bytes, out_of_memory
-from .program import Program, Writer
-from .rules import Blocking, CommThread, Streams
+from .machine import ARRIVAL_SKEW_NS
+from .memory import at_most, convention, memory_over_time, out_of_memory, peak
+from .run import TIMELINE_STEPS, Run, Simulated
 from .timeline import phases, spans
-from .topology import TCP_LATENCY_NS, Topology
+from .topology import TCP_LATENCY_NS
 
-MAX_STEPWISE_RANKS = 64  # gloo: above, ranks that behave alike are simulated once
-TIMELINE_STEPS = 3  # the timeline shows the first steps: two to warm up and one more
+TIMELINE_RANKS = 64  # the timeline shows so many ranks, each the first of its class, at most
+
+
+def make_engine(setup: Setup) -> EngineModel:
+    """The model of `experiment.engine`; those that are not asked for are not imported."""
+    makers: dict[Engine, Callable[[Setup], EngineModel]] = {
+        Engine.fsdp2: Fsdp2,
+        Engine.deepspeed_2023: _deepspeed,
+        Engine.deepspeed: _deepspeed,
+        Engine.megatron: _megatron,
+    }
+    which = setup.experiment.engine
+    if which not in makers:
+        raise ValueError(f"engine={which.value} is not simulated; use one of {[e.value for e in makers]}")
+    return makers[which](setup)
+
+
+def _deepspeed(setup: Setup) -> EngineModel:
+    from .deepspeed.engine import DeepSpeed
+
+    return DeepSpeed(setup)
+
+
+def _megatron(setup: Setup) -> EngineModel:
+    from .megatron.engine import Megatron
+
+    return Megatron(setup)
 
 
 def simulate(
@@ -45,29 +68,85 @@ def simulate(
         spec: The model's sizes.
         policy: Used instead of the one that `experiment.comm` describes.
         resolved: What the record keeps as the experiment; by default `experiment` as plain values.
-        fold: Simulate ranks that behave alike once. None: on NCCL, and on gloo above 64 ranks.
+        fold: Simulate ranks that behave alike once. None: on NCCL, and on gloo above 64 ranks. False: every rank apart,
+            and up to 64 of them every message.
 
     Returns:
-        The record. Out of memory is a result: status `oom`, the reason in `error`, all figures given.
+        The record. Out of memory is a result: status `oom`, the reason in `error`, all figures given. So is a rank
+        or link that fails (`cluster.failures`): status `failed`, who waits for whom in `error`, and the figures of
+        the steps before it.
 
     Raises:
         ValueError: If the policy's plans cannot be carried out, or a key does not fit.
         RuntimeError: If ranks wait for each other for ever, naming the collective and the ranks.
     """
-    run = _Run(experiment, spec, policy, fold)
-    cluster = run.experiment.cluster
-    nominal = run.simulate(cluster)
-    bounds = [run.iteration_s(run.simulate(_guess(cluster, i))) for i in (0, 1)] if cluster.guesses else []
-    return _record(run, nominal, bounds, resolved, git_commit)
+    try:
+        return _simulated(experiment, spec, policy, resolved, git_commit, fold)
+    except OverflowError as err:
+        raise ValueError(
+            "a step would take longer than can be counted: a bandwidth, rate or efficiency of the cluster is too "
+            f"small, {_smallest(experiment.cluster)}"
+        ) from err
+
+
+def _simulated(
+    experiment: ExperimentConf,
+    spec: ModelSpec,
+    policy: CommPolicy | None,
+    resolved: Mapping[str, Any] | None,
+    git_commit: str,
+    fold: bool | None,
+) -> Record:
+    with _collector_paused():
+        run = Run(experiment, spec, policy, fold, make_engine)
+        cluster = run.experiment.cluster
+        nominal = run.simulate(cluster)
+        bounds = []
+        if cluster.guesses and nominal.error is None:
+            bounds = [run.iteration_s(run.simulate(_guess(cluster, i))) for i in (0, 1)]
+        return _record(run, nominal, bounds, resolved, git_commit)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """What a run makes is needed until its record is there: a fourth of the time would go to looking for garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _smallest(cluster: ClusterConf) -> str:
+    """The rate that is the furthest below one a second, as `key=value`."""
+    rates = {
+        f"cluster.{group}{key}": found
+        for group, owner in (
+            ("inter_node.", cluster.inter_node),
+            ("intra_node.", cluster.intra_node),
+            ("device.", cluster.device),
+            ("", cluster),
+        )
+        for key, found in vars(owner).items()
+        if isinstance(found, float) and found > 0 and (key.endswith(("Bps", "per_s")) or "efficiency" in key)
+    }
+    key = min(rates, key=lambda key: rates[key])
+    return f"as {key}={rates[key]:g}"
 
 
 def check_plans(experiment: ExperimentConf, *, spec: ModelSpec, policy: CommPolicy) -> None:
     """Refuse a policy whose plans cannot be carried out, without simulating anything.
 
     Raises:
-        ValueError: Naming the plan and its step.
+        ValueError: Naming the plan and its step; or, with target=both, that the ledger would be too long.
     """
-    _Run(experiment, spec, policy, True)
+    train = replace(experiment.train, eval_every=min(experiment.train.eval_every, 1))
+    few = replace(experiment, train=train, steps=2)  # programs repeat themselves from the second step on
+    run = Run(few, spec, policy, None, make_engine)
+    if experiment.target is Target.both:
+        run.check_size(run.segments[0].programs, experiment.steps)
 
 
 def _guess(cluster: ClusterConf, which: int) -> ClusterConf:
@@ -77,150 +156,9 @@ def _guess(cluster: ClusterConf, which: int) -> ClusterConf:
     return cluster
 
 
-@dataclass(frozen=True, slots=True)
-class _Simulated:
-    costs: Costs
-    machine: Machine
-    timings: dict[int, list[Timing]]  # rank -> one for each segment
-
-
-class _Run:
-    """What is the same for every choice of guessed inputs: policy, programs, classes of ranks."""
-
-    def __init__(
-        self, experiment: ExperimentConf, spec: ModelSpec, policy: CommPolicy | None, fold: bool | None
-    ) -> None:
-        cluster = experiment.cluster
-        self.warnings: tuple[str, ...] = ()
-        if policy is None:
-            policy, self.warnings = build_comm(
-                experiment.comm, num_ranks=cluster.num_ranks, ranks_per_node=cluster.devices_per_node
-            )
-        self.policy = policy
-        experiment = with_fixed_costs(experiment, spec, policy)
-        self.experiment, self.spec = experiment, spec
-        self.mesh = Mesh(cluster.num_ranks, cluster.devices_per_node, policy.hpz_size)
-        nccl = cluster.backend is Backend.nccl
-        self.folded = fold if fold is not None else nccl or cluster.num_ranks > MAX_STEPWISE_RANKS
-        if nccl and experiment.comm.overlap:
-            self.warnings += (
-                "comm.overlap has no effect with cluster.backend=nccl, which overlaps by itself",
-            )
-        self._sharded = policy.placement is Placement.sharded
-        self.decisions = Decisions(policy)
-        train = experiment.train
-        self.engine = Engine(
-            decisions=self.decisions,
-            mesh=self.mesh,
-            units=parameters(spec),
-            precision=experiment.precision,
-            num_micro_batches=experiment.batch.accumulation,
-            eval_batches=train.eval_batches,
-            clip=self._sharded and (train.gradient_clipping > 0 or experiment.precision is Precision.fp16),
-        )
-        # bytes of each unit when it is gathered, as it goes on the wire
-        parts = cluster.num_ranks if self._sharded else 1
-        element = experiment.precision.element_bytes
-        self.unit_bytes = {u.name: parts * sum(self.engine.segments(u)) * element for u in parameters(spec)}
-        self.decided: list[list[tuple[str, str]]] = []  # for each segment
-        self.segments = self._segments()
-        self.codec_scale = self._codec_scale()
-
-    def simulate(self, cluster: ClusterConf) -> _Simulated:
-        """All segments on `cluster`.
-
-        Folded, nothing is in flight between two segments and all streams are empty, so a segment takes the
-        same time whenever it comes: each distinct program is simulated once and its timing shifted.
-        """
-        experiment = replace(self.experiment, cluster=cluster)
-        costs = Costs(experiment, self.spec, self.policy)
-        costs.codec_scale = self.codec_scale
-        if not self.folded:
-            machine, executor = self._executor(costs, range(cluster.num_ranks))
-            return _Simulated(costs, machine, executor.run(self.segments))
-        known: dict[int, Timing] = {}
-        timings: list[Timing] = []
-        now = 0
-        for segment in self.segments:
-            timing = known.get(id(segment.program))
-            if timing is None:
-                machine, executor = self._executor(costs, [0])
-                timing = known[id(segment.program)] = executor.run([segment])[0][0]
-            timings.append(timing.shifted(now) if len(timings) < TIMELINE_STEPS else _border(timing, now))
-            now += timing.end_ns
-        return _Simulated(costs, machine, {0: timings})
-
-    def iteration_s(self, simulated: _Simulated) -> list[float]:
-        """Time of each training step: from the last rank's end of what came before to its own last end."""
-        times, before = [], 0
-        for i, segment in enumerate(self.segments):
-            end = max(timings[i].end_ns for timings in simulated.timings.values())
-            if not segment.validation:
-                times.append((end - before) / 1e9)
-            before = end
-        return times
-
-    def _codec_scale(self) -> float:
-        """What brings the probed cost of all codec work of a step to the one that was measured in its place."""
-        measured_ns = self.experiment.cluster.host.codec_step_ns
-        if not measured_ns:
-            return 1.0
-        costs = Costs(self.experiment, self.spec, self.policy)
-        works = [part.work for item in self.segments[0].program.items for part in item.parts]
-        probed_ns = sum(costs.ns(work) for work in works if work.kind in ("encode", "decode"))
-        return measured_ns / probed_ns if probed_ns else 1.0
-
-    def _executor(self, costs: Costs, ranks: Sequence[int]) -> tuple[Machine, Executor]:
-        env = simpy.Environment()
-        topology = Topology(costs.cluster, [0] if self.folded else None)
-        machine = Machine(env, costs, topology, folded=self.folded)
-        make: type[Folded] | type[PerStep] = Folded if self.folded else PerStep
-        collectives: Collectives = make(machine, self.mesh)
-        return machine, Executor(machine, collectives, ranks)
-
-    def _segments(self) -> list[Segment]:
-        """Programs are written once for each state of the weights that a segment can begin with."""
-        written: dict[tuple[bool, tuple[str, ...]], tuple[Program, list[tuple[str, str]], Weights]] = {}
-        segments = []
-        weights = Weights()
-        every = self.experiment.train.eval_every
-        for iteration in range(self.experiment.steps):
-            validates = every > 0 and (iteration + 1) % every == 0
-            for validation in (False, True) if validates else (False,):
-                key = (validation, weights.key())
-                if key not in written:
-                    written[key] = self._write(validation, weights)
-                program, decided, after = written[key]
-                weights = Weights(after.copies)
-                segments.append(Segment(iteration, validation, program))
-                self.decided.append(decided)
-        return segments
-
-    def _write(self, validation: bool, weights: Weights) -> tuple[Program, list[tuple[str, str]], Weights]:
-        self.decisions.log = []
-        after = Weights(weights.copies)
-        write = self.engine.validation if validation else self.engine.training_step
-        program = write(self._rules(), after)
-        return program, self.decisions.log, after
-
-    def _rules(self) -> Blocking:
-        experiment = self.experiment
-        costs = Costs(experiment, self.spec, self.policy)
-        copies = self.unit_bytes if self._sharded and costs.engine_copies else {}
-        writer = Writer(merge=not experiment.cluster.host.cores)
-        if experiment.cluster.backend is Backend.nccl:
-            return Streams(writer, copies, sharded=self._sharded)
-        return (CommThread if experiment.comm.overlap else Blocking)(writer, copies)
-
-
-def _border(timing: Timing, now: int) -> Timing:
-    """`timing` shifted, without its items: enough for what comes after the timeline's steps."""
-    return Timing(timing.start_ns + now, timing.end_ns + now, [], [])
-
-
 def _record(
-    run: _Run,
-    nominal: _Simulated,
+    run: Run,
+    nominal: Simulated,
     bounds: Sequence[list[float]],
     resolved: Mapping[str, Any] | None,
     git_commit: str,
@@ -233,21 +171,27 @@ def _record(
         git_commit=git_commit,
     )
     classes = _classes(run)
-    rows = Ledger(run.mesh).rows(run.segments, classes)
     times = run.iteration_s(nominal)
+    begun = len(next(iter(nominal.timings.values())))  # segments that all ranks have ended
+    rows = Ledger(run.mesh).rows(run.segments[:begun], classes)
     stats = iteration_stats(times, experiment.warmup_steps)
     if bounds and stats["n"]:
         means = [iteration_stats(b, experiment.warmup_steps)["mean"] for b in bounds]
         stats["high"], stats["low"] = max(means), min(means)
-    held = memory_bytes(experiment, run.spec, run.policy, list(run.unit_bytes.values()))
-    error = out_of_memory(held, experiment.cluster.device.memory_bytes)
+    unit_bytes = list(run.engine.unit_bytes.values())
+    points = memory_over_time(experiment, run.spec, run.policy, unit_bytes)
+    held = at_most(points)
+    error = out_of_memory(held, experiment.cluster.device.memory_bytes, points)
     result |= {
-        "status": "ok" if error is None else "oom",
-        "error": error,
+        "status": "failed" if nominal.error else "ok" if error is None else "oom",
+        "error": nominal.error or error,
         "warnings": list(run.warnings),
         "iteration_s": stats,
-        "comm": comm_means(_training(rows), num_ranks=run.mesh.num_ranks, num_iterations=experiment.steps),
+        "comm": comm_means(_training(rows), num_ranks=run.mesh.num_ranks, num_iterations=len(times)),
         "memory_bytes": held,
+        "memory_peak": peak(points).reason(),
+        "memory_convention": convention(experiment, run.policy).value,
+        "memory_over_time": [{"phase": p.phase, "unit": p.unit, **p.held} for p in points],
         "folded": run.folded,
         "classes": [{"rank": c.rank, "count": c.count, "ranks": [list(r) for r in c.ranks]} for c in classes],
         "guessed_inputs": _guessed_inputs(experiment.cluster),
@@ -255,6 +199,18 @@ def _record(
         **_rates(run, nominal.costs, stats["mean"]),
         **_phases(run, nominal, classes),
     }
+    if stats["mean"]:
+        comm, num_ranks = result["comm"], run.mesh.num_ranks
+        result["energy_j"] = energy_j(
+            experiment.cluster.device,
+            seconds=stats["mean"],
+            ranks=result["ranks"],
+            intra_node_bytes=comm["intra_node_bytes"] * num_ranks,
+            inter_node_bytes=comm["inter_node_bytes"] * num_ranks,
+        )
+    good = goodput_of(experiment.goodput, num_nodes=experiment.cluster.nodes)
+    if good is not None:
+        result["goodput"] = good.plain()
     return Record(result, rows, _decisions(run), _spans(run, nominal))
 
 
@@ -262,15 +218,13 @@ def _training(rows: Sequence[LedgerRow]) -> list[LedgerRow]:
     return [row for row in rows if row.phase != "eval"]
 
 
-def _classes(run: _Run) -> tuple[RankClass, ...]:
+def _classes(run: Run) -> tuple[RankClass, ...]:
     if not run.folded:
         return tuple(RankClass(r, 1, ((r, r + 1, 1),)) for r in range(run.mesh.num_ranks))
-    programs = {id(s.program): s.program for s in run.segments}
-    transfers = {id(i.transfer): i.transfer for p in programs.values() for i in p.items if i.transfer}
-    return rank_classes(run.mesh, list(transfers.values()))
+    return rank_classes(run.mesh, [segment.programs for segment in run.segments])
 
 
-def _rates(run: _Run, costs: Costs, mean_s: float | None) -> dict[str, Any]:
+def _rates(run: Run, costs: Costs, mean_s: float | None) -> dict[str, Any]:
     """Throughput and what a training would take; nulls where no step was timed."""
     experiment, cluster = run.experiment, run.experiment.cluster
     keys = ("tokens_per_s", "tflops_per_gpu", "tflops_per_gpu_hardware", "mfu")
@@ -278,7 +232,8 @@ def _rates(run: _Run, costs: Costs, mean_s: float | None) -> dict[str, Any]:
         return dict.fromkeys(keys)
     batch = experiment.batch
     sequence = batch.sequence or run.spec.sequence
-    tokens_per_s = cluster.num_ranks * batch.micro * batch.accumulation * sequence / mean_s
+    replicas = cluster.num_ranks // (experiment.parallel.tensor * experiment.parallel.pipeline)
+    tokens_per_s = replicas * batch.micro * batch.accumulation * sequence / mean_s
     flop_per_s = costs.model_flop() / mean_s
     rates: dict[str, Any] = {
         "tokens_per_s": tokens_per_s,
@@ -297,7 +252,10 @@ def _rates(run: _Run, costs: Costs, mean_s: float | None) -> dict[str, Any]:
 def _fitted_constants(cluster: ClusterConf) -> list[dict[str, Any]]:
     """Constants that were chosen to agree with measurements, and on which ones; probed costs are not among them."""
     if cluster.backend is not Backend.gloo:
-        return []
+        return [
+            {"name": f"cluster.{key}", "value": _value(cluster, key), "rows": rows}
+            for key, rows in sorted(cluster.fitted.items())
+        ]
     return [
         {
             "name": "sim.topology.TCP_LATENCY_NS",
@@ -312,23 +270,46 @@ def _fitted_constants(cluster: ClusterConf) -> list[dict[str, Any]]:
     ]
 
 
-def _phases(run: _Run, nominal: _Simulated, classes: Sequence[RankClass]) -> dict[str, Any]:
+def _phases(run: Run, nominal: Simulated, classes: Sequence[RankClass]) -> dict[str, Any]:
     """Of the last training step whose items were kept."""
-    steps = [i for i, s in enumerate(run.segments) if not s.validation]
+    done = len(next(iter(nominal.timings.values())))
+    steps = [i for i, s in enumerate(run.segments[:done]) if not s.validation]
     whole = [i for i in steps if all(timings[i].starts_ns for timings in nominal.timings.values())]
+    if not whole:
+        return {}
     at = whole[-1]
     end = max(timings[at].end_ns for timings in nominal.timings.values())
     by_rank = {
-        rank: phases(run.segments[at], timings[at], until_ns=end).seconds()
+        rank: phases(rank, run.segments[at], timings[at], until_ns=end).seconds()
         for rank, timings in nominal.timings.items()
     }
-    ranks = [{"rank": c.rank, "count": c.count, **by_rank.get(c.rank, by_rank[0])} for c in classes]
+    ranks = [
+        {"rank": rank, "count": count, **by_rank[representative]}
+        for rank, count, representative in _alike(run, nominal, classes)
+    ]
     total = run.mesh.num_ranks
     mean = {key: sum(r[key] * r["count"] for r in ranks) / total for key in next(iter(by_rank.values()))}
     return {"phases_s": mean, "ranks": ranks}
 
 
-def _decisions(run: _Run) -> list[Decision]:
+def _alike(run: Run, nominal: Simulated, classes: Sequence[RankClass]) -> list[tuple[int, int, int]]:
+    """Ranks that send the same and take the same time: (the lowest, their number, the one simulated for them)."""
+    if not run.folded:
+        return [(c.rank, c.count, c.rank) for c in classes]
+    fold = nominal.fold
+    if len(fold) == 1:
+        return [(c.rank, c.count, 0) for c in classes]
+    found = []
+    for each in classes:
+        members = np.array(each.members())
+        own, first, counts = np.unique(fold.of[members], return_index=True, return_counts=True)
+        found += [
+            (int(members[at]), int(n), fold.ranks[c]) for c, at, n in zip(own, first, counts, strict=True)
+        ]
+    return sorted(found)
+
+
+def _decisions(run: Run) -> list[Decision]:
     """Of rank 0: all ranks run one program, so they decide alike."""
     return [
         Decision(0, segment.iteration, event, action)
@@ -337,24 +318,30 @@ def _decisions(run: _Run) -> list[Decision]:
     ]
 
 
-def _spans(run: _Run, nominal: _Simulated) -> list[Span]:
+def _spans(run: Run, nominal: Simulated) -> list[Span]:
     shares = nominal.machine.shares_cores
     return [
         span
-        for rank, timings in nominal.timings.items()
+        for rank, timings in list(nominal.timings.items())[:TIMELINE_RANKS]
         for segment, timing in zip(run.segments[:TIMELINE_STEPS], timings, strict=False)
-        for span in spans(rank, segment, timing, nominal.costs, shares_cores=shares)
+        if timing.starts_ns  # else it repeats the one before
+        for span in spans(rank, segment, timing, nominal.machine.costs_of(rank), shares_cores=shares)
     ]
 
 
 def _guessed_inputs(cluster: ClusterConf) -> list[dict[str, Any]]:
     guessed = []
     for key, (worst, best) in sorted(cluster.guesses.items()):
-        value: Any = cluster
-        for name in key.split("."):
-            value = getattr(value, name)
+        value = _value(cluster, key)
         guessed.append({"key": f"cluster.{key}", "value": value, "worst": worst, "best": best})
     return guessed
+
+
+def _value(cluster: ClusterConf, key: str) -> Any:
+    value: Any = cluster
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ..analysis.record import Span
 from .costs import Costs
 from .executor import Segment, Timing
-from .program import COMPUTE, QUANTIZE
+from .program import COMPUTE, HOST, QUANTIZE
 from .rules import COMM_THREAD
 
 Interval = tuple[int, int]
@@ -32,21 +32,22 @@ class Phases:
         return {name: getattr(self, name) / 1e9 for name in self.__dataclass_fields__}
 
 
-def phases(segment: Segment, timing: Timing, *, until_ns: int) -> Phases:
-    """Where the time went, from the rank's start of the segment to `until_ns`."""
+def phases(rank: int, segment: Segment, timing: Timing, *, until_ns: int) -> Phases:
+    """Where the time of `rank` went, from its start of the segment to `until_ns`."""
     compute: list[Interval] = []
     quantize: list[Interval] = []
     comm: list[Interval] = []
     beside: list[Interval] = []  # codecs on a communication thread
-    for item in segment.program.items:
+    for item in segment.program(rank).items:
         start, end = timing.starts_ns[item.index], timing.ends_ns[item.index]
         if end == start:
             continue
         if item.transfer is not None:
-            comm.append((start, end))
+            if item.transfer.op != "recv":  # a receipt waits; what moves is the sender's
+                comm.append((start, end))
         elif item.stream == COMPUTE:
             compute.append((start, end))
-        else:
+        elif item.stream != HOST:
             (beside if item.worker == COMM_THREAD else quantize).append((start, end))
     computing = _union_ns(compute)
     busy = _union_ns(compute + quantize)
@@ -62,7 +63,7 @@ def phases(segment: Segment, timing: Timing, *, until_ns: int) -> Phases:
 
 def spans(rank: int, segment: Segment, timing: Timing, costs: Costs, *, shares_cores: bool) -> Iterable[Span]:
     """All that took time on one rank."""
-    for item in segment.program.items:
+    for item in segment.program(rank).items:
         start, end = timing.starts_ns[item.index], timing.ends_ns[item.index]
         if end == start:
             continue
@@ -72,6 +73,8 @@ def spans(rank: int, segment: Segment, timing: Timing, costs: Costs, *, shares_c
             yield Span(rank, item.stream, name, start, end, item.transfer.payload_bytes)
         elif item.stream == COMPUTE:
             yield Span(rank, COMPUTE, item.parts[0].name, start, end)
+        elif item.stream == HOST:
+            yield Span(rank, HOST, item.parts[0].name, start, end)
         elif len(item.parts) == 1 or shares_cores:
             yield Span(rank, QUANTIZE, f"{item.parts[0].name}{unit}", start, end)
         else:

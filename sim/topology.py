@@ -1,19 +1,16 @@
-"""Who is wired to whom: a directed graph of ranks, switches, NICs and the core, and the paths through it."""
+"""Who is wired to whom: ranks, hosts, switches, NICs, leaves and sites, and the paths between two ranks.
 
-import itertools
-from collections.abc import Iterable
+The wiring is a tree, up from each rank to the network's core, with a link in each direction of an edge; gloo's ranks
+of a node have connections of their own beside it.
+"""
+
 from dataclasses import dataclass
-from typing import Any
 
-import networkx as nx
-
-from ..conf.schema import Backend, ClusterConf
+from ..conf.schema import Backend, ClusterConf, NodeKind
 
 # What a message costs on loopback TCP before its first byte arrives, on top of the link's own latency.
 # Measured: with delay + 60 us a fluid model follows real gloo within 6% at 4-16 MiB and 100-500 Mbit/s.
 TCP_LATENCY_NS = 60_000
-
-CORE = "core"
 
 
 @dataclass(slots=True, eq=False)
@@ -26,84 +23,127 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """The links that a message takes and the sum of their latencies. `node`: it never leaves the node."""
+    """The links that a message takes and how often, and its latency. `node`: it never leaves the node."""
 
-    links: tuple[Link, ...]
+    links: tuple[tuple[Link, float], ...]
     latency_ns: int
     node: bool
 
 
 class Topology:
-    """The graph of a cluster, or (`ranks` given) of the part that these ranks see.
+    """Of one cluster; links are made when a path first takes them.
 
     gloo: two ranks of a node share one loopback connection in each direction. NCCL: each GPU has its own way
-    to the node's switch. Either way a node's NIC is shared by its ranks, up and down apart.
+    to the node's switch, or to the host's memory where there is no switch. Either way a node's NIC is shared by
+    its ranks, up and down apart; with rails each GPU has the NIC of its local index.
     """
 
-    def __init__(self, cluster: ClusterConf, ranks: Iterable[int] | None = None) -> None:
-        self.graph: Any = nx.DiGraph()
+    def __init__(self, cluster: ClusterConf) -> None:
+        self._cluster = cluster
         self._per_node = cluster.devices_per_node
-        self._paths: dict[tuple[int, int], Path] = {}
-        by_node: dict[int, list[int]] = {}
-        for rank in range(cluster.num_ranks) if ranks is None else ranks:
-            by_node.setdefault(rank // self._per_node, []).append(rank)
-        for node, members in by_node.items():
-            self._add_node(cluster, node, members)
+        self._gloo = cluster.backend is Backend.gloo
+        self._links: dict[str, Link] = {}
+        self._paths: dict[tuple[int, int, bool], Path] = {}
+        # one traversal of the network, node to node; it includes the way to the NIC
+        self.outside_ns = cluster.inter_node.latency_ns + (TCP_LATENCY_NS if self._gloo else 0)
+        outer = cluster.inter_node
+        self._per_leaf = outer.nodes_per_leaf if 0 < outer.nodes_per_leaf < cluster.nodes else 0
+        self._per_site = cluster.nodes // cluster.sites
 
-    def _add_node(self, cluster: ClusterConf, node: int, members: list[int]) -> None:
-        inner, outer = cluster.intra_node, cluster.inter_node
-        gloo = cluster.backend is Backend.gloo
-        nic, switch = nic_name(node), f"switch.{node}"
-        extra_ns = TCP_LATENCY_NS if gloo else 0
-        self._edge(
-            nic, CORE, outer.node_Bps, outer.latency_ns + extra_ns
-        )  # one latency a traversal: at the way up
-        self._edge(CORE, nic, outer.node_Bps, 0)
-        if not gloo:
-            self._edge(switch, nic, None, 0)
-            self._edge(nic, switch, None, 0)
-        for rank in members:
-            if gloo:
-                self._edge(rank_name(rank), nic, None, 0)
-                self._edge(nic, rank_name(rank), None, 0)
-                for peer in members:
-                    if peer != rank:
-                        self._edge(rank_name(rank), rank_name(peer), inner.bandwidth_Bps, inner.latency_ns)
-            else:
-                self._edge(rank_name(rank), switch, inner.bandwidth_Bps, inner.latency_ns)
-                self._edge(switch, rank_name(rank), inner.bandwidth_Bps, 0)
-
-    def _edge(self, source: str, target: str, bandwidth_Bps: float | None, latency_ns: int) -> None:
-        link = Link(f"{source}>{target}", bandwidth_Bps / 1e9) if bandwidth_Bps is not None else None
-        self.graph.add_edge(source, target, link=link, latency_ns=latency_ns)
-
-    def link(self, source: str, target: str) -> Link:
-        """The link of one edge."""
-        link = self.graph.edges[source, target]["link"]
-        assert isinstance(link, Link), f"{source} > {target} has no limit of its own"
-        return link
-
-    def path(self, source: int, target: int) -> Path:
-        """The shortest way from one rank to another."""
-        known = self._paths.get((source, target))
+    def path(self, source: int, target: int, *, pooled: bool = False) -> Path:
+        """The way from one rank to another. `pooled`: on all rails together, as a ring's channels go."""
+        key = (source, target, pooled)
+        known = self._paths.get(key)
         if known is None:
-            known = self._paths[source, target] = self._find(source, target)
+            known = self._paths[key] = self._find(source, target, pooled)
         return known
 
-    def _find(self, source: int, target: int) -> Path:
-        stops = nx.shortest_path(self.graph, rank_name(source), rank_name(target))
-        edges = [self.graph.edges[a, b] for a, b in itertools.pairwise(stops)]
-        node = source // self._per_node == target // self._per_node
-        latency_ns = sum(edge["latency_ns"] for edge in edges)
-        if not node and CORE in stops:
-            # the way over the network has its own figure, which includes the way to the NIC
-            latency_ns = self.graph.edges[nic_name(source // self._per_node), CORE]["latency_ns"]
-        return Path(tuple(e["link"] for e in edges if e["link"] is not None), latency_ns, node)
+    def latency_ns(self, source: int, target: int) -> int:
+        """Of a message, from its last byte's leaving to its arrival."""
+        here, there = source // self._per_node, target // self._per_node
+        if here == there:
+            return self._cluster.intra_node.latency_ns
+        wan_ns = self._cluster.wan_latency_ns if here // self._per_site != there // self._per_site else 0
+        return self.outside_ns + wan_ns
 
+    def nic(self, node: int) -> tuple[Link, Link]:
+        """A node's links to the others, out and in."""
+        return self._both(f"nic.{node}", self._cluster.inter_node.node_Bps)
 
-def rank_name(rank: int) -> str:
-    return f"rank.{rank}"
+    def _find(self, source: int, target: int, pooled: bool) -> Path:
+        here, there = source // self._per_node, target // self._per_node
+        links: list[tuple[Link, float]] = []
+        if here == there:
+            links = self._inside(source, target)
+        else:
+            links = [
+                *self._edge(source, 0, pooled),
+                *self._between(here, there),
+                *self._edge(target, 1, pooled),
+            ]
+        return Path(tuple(links), self.latency_ns(source, target), here == there)
 
+    def _inside(self, source: int, target: int) -> list[tuple[Link, float]]:
+        inner = self._cluster.intra_node
+        if self._gloo:
+            return [(self._link(f"rank.{source}>rank.{target}", inner.bandwidth_Bps), 1.0)]
+        direct = inner.kind is NodeKind.nvswitch
+        if inner.kind is NodeKind.nvlink_pairs:
+            direct = source % self._per_node // 2 == target % self._per_node // 2
+        if direct:
+            return [(self._own(source, 0), 1.0), (self._own(target, 1), 1.0)]
+        # copied into the host's memory and out again
+        return [(self._to_host(source, 0), 1.0), self._memory(source), (self._to_host(target, 1), 1.0)]
 
-def nic_name(node: int) -> str:
-    return f"nic.{node}"
+    def _edge(self, rank: int, way: int, pooled: bool) -> list[tuple[Link, float]]:
+        """From a rank to its node's NIC, or back."""
+        if self._gloo:
+            return []
+        links = []
+        if self._cluster.intra_node.kind is NodeKind.nvswitch:
+            links.append((self._own(rank, way), 1.0))
+        else:  # without peer-to-peer a NIC reads and writes the host's memory
+            links += [(self._to_host(rank, way), 1.0), self._memory(rank)]
+        outer = self._cluster.inter_node
+        if outer.rails and not pooled:
+            sharing = max(1, -(-self._per_node // outer.links))
+            place = rank % self._per_node // sharing
+            rail_Bps = outer.node_Bps * sharing / self._per_node
+            links.append((self._both(f"rail.{rank // self._per_node}.{place}", rail_Bps)[way], 1.0))
+        return links
+
+    def _between(self, here: int, there: int) -> list[tuple[Link, float]]:
+        outer = self._cluster.inter_node
+        up, down = [self.nic(here)[0]], [self.nic(there)[1]]
+        if self._per_leaf and here // self._per_leaf != there // self._per_leaf:
+            leaf_Bps = self._per_leaf * outer.node_Bps / outer.oversubscription
+            up.append(self._both(f"leaf.{here // self._per_leaf}", leaf_Bps)[0])
+            down.append(self._both(f"leaf.{there // self._per_leaf}", leaf_Bps)[1])
+        wan_Bps = self._cluster.wan_Bps
+        if here // self._per_site != there // self._per_site and wan_Bps is not None:
+            up.append(self._both(f"site.{here // self._per_site}", wan_Bps)[0])
+            down.append(self._both(f"site.{there // self._per_site}", wan_Bps)[1])
+        return [(link, 1.0) for link in (*up, *reversed(down))]
+
+    def _own(self, rank: int, way: int) -> Link:
+        return self._both(f"rank.{rank}", self._cluster.intra_node.bandwidth_Bps)[way]
+
+    def _to_host(self, rank: int, way: int) -> Link:
+        inner = self._cluster.intra_node
+        if inner.kind is NodeKind.nvlink_pairs and inner.pcie_Bps is not None:
+            return self._both(f"pcie.{rank}", inner.pcie_Bps)[way]
+        return self._own(rank, way)
+
+    def _memory(self, rank: int) -> tuple[Link, float]:
+        host_Bps = self._cluster.intra_node.host_Bps
+        assert host_Bps is not None, "the schema lets no such node without it"
+        return self._link(f"host.{rank // self._per_node}", host_Bps), 2.0
+
+    def _both(self, name: str, bandwidth_Bps: float) -> tuple[Link, Link]:
+        return self._link(f"{name}.out", bandwidth_Bps), self._link(f"{name}.in", bandwidth_Bps)
+
+    def _link(self, name: str, bandwidth_Bps: float) -> Link:
+        known = self._links.get(name)
+        if known is None:
+            known = self._links[name] = Link(name, bandwidth_Bps / 1e9)
+        return known

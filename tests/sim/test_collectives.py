@@ -21,11 +21,12 @@ from twinbed.policies.mesh import Mesh
 from twinbed.sim.collectives import PerStep
 from twinbed.sim.costs import Costs
 from twinbed.sim.executor import Executor, Segment
-from twinbed.sim.folded import Folded, reach
+from twinbed.sim.folded import Folded
 from twinbed.sim.interpreter import Transfer, Work
 from twinbed.sim.ledger import Ledger
 from twinbed.sim.machine import Machine
 from twinbed.sim.program import MAIN, Writer
+from twinbed.sim.reach import reach
 from twinbed.sim.topology import TCP_LATENCY_NS, Topology
 
 B = 12.5e6  # bytes a second of a node's NIC
@@ -85,7 +86,7 @@ def run_ns(cluster, transfers, experiment, spec, *, fold=False, ranks=None, skew
     collectives = (Folded if fold else PerStep)(machine, mesh)
     simulated = [0] if fold else range(cluster.num_ranks)
     timings = Executor(machine, collectives, simulated if ranks is None else ranks).run(
-        [Segment(0, False, writer.program)]
+        [Segment(0, False, {0: writer.program})]
     )
     return max(t[0].end_ns for t in timings.values())
 
@@ -308,12 +309,6 @@ def test_a_rank_that_never_comes_is_named(run):
         run(cluster_of(2, 2), transfer_of("all_gather", mesh, 4 * MIB), ranks=[0, 1, 2])
 
 
-def test_a_pipelined_tree_of_nccl_has_no_steps_here(run):
-    mesh = Mesh(4, 2)
-    with pytest.raises(ValueError, match="simulated folded only"):
-        run(cluster_of(2, 2, backend=Backend.nccl), transfer_of("broadcast", mesh, MIB))
-
-
 @settings(deadline=None, max_examples=25)
 @given(
     op=st.sampled_from(["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce"]),
@@ -362,7 +357,9 @@ def _count_bytes(cluster, mesh, transfer, spec):
     machine.send = counted
     writer = Writer(merge=False)
     writer.transfer(MAIN, "gather", "forward", "root", transfer)
-    Executor(machine, PerStep(machine, mesh), range(mesh.num_ranks)).run([Segment(0, False, writer.program)])
+    Executor(machine, PerStep(machine, mesh), range(mesh.num_ranks)).run(
+        [Segment(0, False, {0: writer.program})]
+    )
     return sent, received
 
 

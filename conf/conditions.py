@@ -1,0 +1,153 @@
+"""What goes wrong on a cluster: ranks and links that are slow for a while, and ones that fail. Typed and checked.
+
+Keys of `cluster`: `slowdown` (a map {rank: factor}, or a list of {rank, factor, from_s, until_s}), `link_slowdown`
+(a list of {node, factor, from_s, until_s}), `failures` (a list of {rank | node, at_s}, or {mtbf_s} to draw the first).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """From `from_ns` on, until `until_ns` if it is given, rank or node `where` takes `factor` times as long."""
+
+    where: int
+    factor: float
+    from_ns: int = 0
+    until_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """At `at_ns` a rank stops, or the links of a node carry nothing more. The other one is None."""
+
+    at_ns: int
+    rank: int | None = None
+    node: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mtbf:
+    """Ranks fail at random, each after `mtbf_s` on average."""
+
+    mtbf_s: float
+
+
+def rank_slowdowns(given: Any, num_ranks: int) -> tuple[Slowdown, ...]:
+    """`cluster.slowdown`, in the order of ranks and times.
+
+    Raises:
+        ValueError: Naming the key, its value and what would be legal.
+    """
+    if isinstance(given, Mapping):
+        given = [{"rank": rank, "factor": factor} for rank, factor in given.items()]
+    return _slowdowns(given, "cluster.slowdown", "rank", num_ranks)
+
+
+def link_slowdowns(given: Any, nodes: int) -> tuple[Slowdown, ...]:
+    """`cluster.link_slowdown`, of a node's links to the others, both ways.
+
+    Raises:
+        ValueError: Naming the key, its value and what would be legal.
+    """
+    return _slowdowns(given, "cluster.link_slowdown", "node", nodes)
+
+
+def failures(given: Any, *, num_ranks: int, nodes: int) -> tuple[Failure, ...] | Mtbf:
+    """`cluster.failures`, in the order of times.
+
+    Raises:
+        ValueError: Naming the key, its value and what would be legal.
+    """
+    key = "cluster.failures"
+    if isinstance(given, Mapping):
+        _only(given, ("mtbf_s",), key)
+        return Mtbf(_number(given.get("mtbf_s"), f"{key}.mtbf_s", above=0.0))
+    found = []
+    for i, entry in enumerate(_entries(given, key)):
+        name = f"{key}[{i}]"
+        _only(entry, ("rank", "node", "at_s"), name)
+        if ("rank" in entry) == ("node" in entry):
+            raise ValueError(f"{name}={dict(entry)}: must name a rank or a node, and not both")
+        at_ns = round(_number(entry.get("at_s"), f"{name}.at_s") * 1e9)
+        if "rank" in entry:
+            found.append(Failure(at_ns, rank=_place(entry["rank"], f"{name}.rank", num_ranks)))
+        else:
+            found.append(Failure(at_ns, node=_place(entry["node"], f"{name}.node", nodes)))
+    return tuple(sorted(found, key=lambda f: (f.at_ns, f.rank is None, f.rank or 0, f.node or 0)))
+
+
+def link_table(given: Any) -> dict[int, float] | None:
+    """`cluster.inter_node.link_table` with numbers as keys.
+
+    Raises:
+        ValueError: Naming the key, its value and what would be legal.
+    """
+    key = "cluster.inter_node.link_table"
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{key}={given!r}: must be null, or a map from a number of links to their worth")
+    table = {}
+    for links, worth in given.items():
+        at = _place(links, key, 1 << 16)
+        table[at] = _number(worth, f"{key}[{at}]", above=0.0)
+        if table[at] > at:
+            raise ValueError(f"{key}[{at}]={worth}: must be at most {at}, the number of links")
+    return table
+
+
+def _slowdowns(given: Any, key: str, where: str, num_places: int) -> tuple[Slowdown, ...]:
+    found = []
+    for i, entry in enumerate(_entries(given, key)):
+        name = f"{key}[{i}]"
+        _only(entry, (where, "factor", "from_s", "until_s"), name)
+        place = _place(entry.get(where), f"{name}.{where}", num_places)
+        factor = _number(entry.get("factor"), f"{name}.factor", above=0.0)
+        from_ns = round(_number(entry.get("from_s") or 0.0, f"{name}.from_s") * 1e9)
+        until = entry.get("until_s")
+        until_ns = None if until is None else round(_number(until, f"{name}.until_s") * 1e9)
+        if until_ns is not None and until_ns <= from_ns:
+            raise ValueError(f"{name}.until_s={until}: must be later than from_s, or null for ever")
+        found.append(Slowdown(place, factor, from_ns, until_ns))
+    return tuple(sorted(found, key=lambda s: (s.where, s.from_ns, s.until_ns is None, s.until_ns or 0)))
+
+
+def _entries(given: Any, key: str) -> Sequence[Mapping[str, Any]]:
+    if given is None:
+        return ()
+    if (
+        isinstance(given, str)
+        or not isinstance(given, Sequence)
+        or not all(isinstance(e, Mapping) for e in given)
+    ):
+        raise ValueError(f"{key}={given!r}: must be null, or a list of maps")
+    return given
+
+
+def _only(entry: Mapping[str, Any], legal: tuple[str, ...], name: str) -> None:
+    unknown = sorted(set(map(str, entry)) - set(legal))
+    if unknown:
+        raise ValueError(f"{name} has {unknown}: must be among {list(legal)}")
+
+
+def _place(value: Any, name: str, num_places: int) -> int:
+    try:
+        place = int(value)
+    except (TypeError, ValueError) as err:
+        raise ValueError(f"{name}={value!r}: must be a whole number") from err
+    if not 0 <= place < num_places:
+        raise ValueError(f"{name}={place}: must be in [0, {num_places}), the ones that the cluster has")
+    return place
+
+
+def _number(value: Any, name: str, *, above: float | None = None) -> float:
+    legal = f"a number > {above:g}" if above is not None else "a number >= 0"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name}={value!r}: must be {legal}")
+    if value < 0 or (above is not None and value <= above):
+        raise ValueError(f"{name}={value!r}: must be {legal}")
+    return float(value)

@@ -1,0 +1,41 @@
+"""Energy of an iteration: devices by what they do, links by what they carry."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..conf.schema import DeviceConf
+
+# Within a node: NVLink-C2C takes 1.3 pJ a bit, a fifth of PCIe 5 (NVIDIA Grace white paper); NVLink between boards
+# lies between them. A guess of 5 pJ a bit.
+INTRA_NODE_J_PER_BYTE = 5e-12 * 8
+
+# Between nodes: an adapter of 200 Gbit/s draws about 20 W (ConnectX-6 data sheet), its share of a 40-port switch of 400
+# W (QM8700 data sheet) 10 W, and two transceivers 4.5 W each: 39 W for 200 Gbit/s
+INTER_NODE_J_PER_BYTE = 39.0 / 25e9
+
+
+def energy_j(
+    device: DeviceConf,
+    *,
+    seconds: float,
+    ranks: Sequence[Mapping[str, Any]],
+    intra_node_bytes: float,
+    inter_node_bytes: float,
+) -> float | None:
+    """One iteration of all ranks; None where `device.power_w` is not known.
+
+    A device draws `power_w` while it computes or quantizes and `idle_w` the rest of the time; what its memory
+    takes is in there.
+
+    Args:
+        ranks: Of the record: seconds of `compute` and `quantize` of each class, and its `count`.
+        intra_node_bytes: Sent by all ranks together, within nodes.
+        inter_node_bytes: Between nodes.
+    """
+    if device.power_w is None:
+        return None
+    joule = intra_node_bytes * INTRA_NODE_J_PER_BYTE + inter_node_bytes * INTER_NODE_J_PER_BYTE
+    for rank in ranks:
+        busy_s = min(seconds, rank["compute"] + rank["quantize"])
+        joule += rank.get("count", 1) * (device.power_w * busy_s + device.idle_w * (seconds - busy_s))
+    return joule

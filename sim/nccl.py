@@ -1,0 +1,192 @@
+"""NCCL's choice of algorithm and protocol, and what a collective then costs.
+
+Constants: NVIDIA/nccl 2.20, src/graph/tuning.cc (base and hop latencies, shares of bandwidth, the trees'
+correction by size). A ring passes each chunk on as it comes: one latency a hop and the bytes of one rank's link.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..conf.schema import Algorithm, ClusterConf
+from ..policies.mesh import Mesh
+from .interpreter import Transfer, Work
+from .levels import PAIRWISE, RING, Traffic, Use
+from .reach import Reach, reach
+
+# microseconds: (tree, ring)
+BASE_US = {"ll": (6.8, 6.6), "ll128": (14.0, 14.0), "simple": (0.0, 8.4)}
+# microseconds of a hop, (tree, ring): within a node by NVLink, and between nodes. The configured latencies are those
+# of a ring with the simple protocol; the others keep NCCL's proportion to it.
+HOP_INSIDE_US = {"ll": (0.6, 0.6), "ll128": (1.25, 1.9), "simple": (4.0, 3.4)}
+HOP_OUTSIDE_US = {"ll": (5.0, 2.7), "ll128": (8.5, 4.0), "simple": (14.0, 14.0)}
+
+TREE_SHARE = 0.9  # of the ring's bandwidth
+# By powers of two from 64 bytes on; above them, 1.
+TREE_SIZE_SHARE = {
+    "ll": (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1),
+    "ll128": (
+        1,
+        1,
+        1,
+        1,
+        1,
+        0.9,
+        0.8,
+        0.8,
+        0.8,
+        0.7,
+        0.6,
+        0.6,
+        0.6,
+        0.5,
+        0.6,
+        0.6,
+        0.7,
+        0.7,
+        0.8,
+        0.9,
+        0.9,
+        1,
+    ),
+    "simple": (
+        *(0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6),
+        *(0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.6, 0.6, 0.7, 0.8, 0.9),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a collective is carried out: after `latency_ns`, `nbytes` with the loads of `pattern`."""
+
+    algorithm: str  # ring, tree, direct
+    pattern: str
+    latency_ns: int
+    nbytes: float
+
+
+class Nccl:
+    """Of one cluster and mesh.
+
+    Args:
+        ns: How long local work takes: what a ring does between its hops. NCCL's own sums cost nothing extra.
+    """
+
+    def __init__(self, cluster: ClusterConf, mesh: Mesh, ns: Callable[[Work], int]) -> None:
+        self.traffic = Traffic(cluster, mesh)
+        self._mesh = mesh
+        self._conf = cluster.nccl
+        self._inside_ns = cluster.intra_node.latency_ns
+        self._outside_ns = cluster.inter_node.latency_ns
+        self._wan_ns = cluster.wan_latency_ns if cluster.sites > 1 else 0
+        self._per_site = cluster.num_ranks // cluster.sites
+        self._ns = ns
+        self._reach: dict[tuple[str, int | None], Reach] = {}
+        self._known: dict[Transfer, Way] = {}
+
+    def way(self, transfer: Transfer) -> Way:
+        """The one that ends first on an empty network, as NCCL's tuner takes it."""
+        known = self._known.get(transfer)
+        if known is None:
+            ways = self._ways(transfer)
+            known = self._known[transfer] = min(ways, key=lambda way: self.alone_ns(transfer, way))
+        return known
+
+    def alone_ns(self, transfer: Transfer, way: Way) -> float:
+        """On an empty network, all groups of the axis at once."""
+        return way.latency_ns + way.nbytes * self.traffic.bottleneck(Use(transfer.axis, way.pattern))
+
+    def reach(self, axis: str, block: int | None = None) -> Reach:
+        key = (axis, block)
+        if key not in self._reach:
+            self._reach[key] = reach(self._mesh, axis, block)
+        return self._reach[key]
+
+    def _ways(self, transfer: Transfer) -> list[Way]:
+        at, sites = self.reach(transfer.axis), self._sites(transfer.axis)
+        rounds, chosen = at.size - 1, self._conf.algorithm
+        if transfer.op == "all_to_all":
+            wan_ns = self._wan_ns if sites > 1 else 0
+            hop_ns = (self._outside_ns if at.peers_outside else self._inside_ns) + wan_ns
+            base_ns = self._base_ns("simple", 1)
+            return [Way("direct", PAIRWISE, base_ns + hop_ns, float(transfer.message_bytes * rounds))]
+        ways = []
+        for protocol in self._conf.protocols:
+            if transfer.op != "all_reduce":
+                ways.append(self._ring(transfer, protocol, at, sites))
+                continue
+            if chosen in (Algorithm.auto, Algorithm.ring):
+                ways.append(self._ring(transfer, protocol, at, sites))
+            if chosen in (Algorithm.auto, Algorithm.tree):
+                ways.append(self._tree(transfer, protocol, at, sites))
+            if chosen is Algorithm.direct:
+                ways.append(self._direct(transfer, protocol, at, sites))
+        return ways
+
+    def _ring(self, transfer: Transfer, protocol: str, at: Reach, sites: int) -> Way:
+        inside_ns, outside_ns = self._hop_ns(protocol, 1)
+        latency_ns = (
+            (at.size - at.nodes) * inside_ns + (at.nodes - 1) * outside_ns + (sites - 1) * self._wan_ns
+        )
+        rounds = at.size - 1
+        nbytes = float(transfer.message_bytes)
+        if transfer.op in ("all_gather", "reduce_scatter"):
+            nbytes *= rounds
+        elif transfer.op == "all_reduce":
+            nbytes = 2.0 * rounds * _chunk_bytes(transfer)
+            latency_ns *= 2
+        if transfer.op == "reduce_scatter" and transfer.hop[0]:
+            latency_ns += rounds * sum(map(self._ns, transfer.hop[1]))
+        latency_ns += self._base_ns(protocol, 1)
+        return Way("ring", RING, latency_ns, nbytes * self._overhead(transfer.op, protocol, at))
+
+    def _tree(self, transfer: Transfer, protocol: str, at: Reach, sites: int) -> Way:
+        """Two binary trees over the nodes, a chain within each node: up, then down, pipelined."""
+        inside_ns, outside_ns = self._hop_ns(protocol, 0)
+        depth = math.ceil(math.log2(at.nodes)) if at.nodes > 1 else 0
+        chain = -(-at.size // at.nodes) - 1
+        wan = math.ceil(math.log2(sites)) if sites > 1 else 0
+        latency_ns = 2 * (depth * outside_ns + chain * inside_ns + wan * self._wan_ns)
+        steps = TREE_SIZE_SHARE[protocol]
+        power = max(0, transfer.payload_bytes // 64).bit_length() - 1
+        share = TREE_SHARE * (steps[max(0, power)] if power < len(steps) else 1.0)
+        if protocol == "ll":
+            share /= 3.8
+        elif protocol == "ll128":
+            share *= 7 / 9 if at.nodes == 1 else 0.915
+        return Way(
+            "tree", RING, latency_ns + self._base_ns(protocol, 0), 2.0 * transfer.payload_bytes / share
+        )
+
+    def _direct(self, transfer: Transfer, protocol: str, at: Reach, sites: int) -> Way:
+        """Each rank sums its part from all others, and gives it to all others."""
+        inside_ns, outside_ns = self._hop_ns(protocol, 1)
+        hop_ns = (outside_ns if at.nodes > 1 else inside_ns) + (self._wan_ns if sites > 1 else 0)
+        nbytes = 2.0 * (at.size - 1) * _chunk_bytes(transfer) * self._overhead("all_reduce", protocol, at)
+        return Way("direct", PAIRWISE, 2 * hop_ns + self._base_ns(protocol, 1), nbytes)
+
+    def _sites(self, axis: str) -> int:
+        return self.reach(axis, self._per_site).nodes if self._wan_ns else 1
+
+    def _hop_ns(self, protocol: str, ring: int) -> tuple[int, int]:
+        if protocol == "simple" and ring:
+            return self._inside_ns, self._outside_ns
+        inside = HOP_INSIDE_US[protocol][ring] / HOP_INSIDE_US["simple"][1]
+        outside = HOP_OUTSIDE_US[protocol][ring] / HOP_OUTSIDE_US["simple"][1]
+        return round(self._inside_ns * inside), round(self._outside_ns * outside)
+
+    def _base_ns(self, protocol: str, ring: int) -> int:
+        return round(BASE_US[protocol][ring] * 1e3) if self._conf.base_latency else 0
+
+    def _overhead(self, op: str, protocol: str, at: Reach) -> float:
+        """Bytes on the wire of a ring for each byte of data: flags beside it, or what its rate loses."""
+        if protocol == "ll":
+            return 4.0 if at.nodes > 1 or op in ("all_reduce", "reduce") else 3.0
+        if protocol == "ll128":
+            return 1 / (0.7 if at.size < 2 * at.nodes else 0.92)
+        return 1.0
+
+
+def _chunk_bytes(transfer: Transfer) -> int:
+    return -(-transfer.numel // transfer.group_size) * transfer.element_bytes

@@ -1,0 +1,202 @@
+"""The links of a folded simulation: one stands for all that are loaded alike at all times.
+
+Links of one level are alike if every use of the run loads them equally, for the same circle of classes; the
+slowest of them counts. So the number of links grows with the number of different loads, not of ranks.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..conf.schema import Backend, ClusterConf
+from ..policies.mesh import Mesh
+from .classes import Fold
+from .conditions import Conditions
+from .levels import MESSAGE, NIC, OWN, PAIRWISE, RING, Level, Traffic, Use
+from .network import Network, Route
+from .topology import Link
+
+Index = NDArray[np.int64]
+
+
+class Wires:
+    """Routes of folded flows.
+
+    Args:
+        uses: All that the run will ask for.
+    """
+
+    def __init__(
+        self, cluster: ClusterConf, fold: Fold, traffic: Traffic, conditions: Conditions, uses: Iterable[Use]
+    ) -> None:
+        self._fold = fold
+        self._traffic = traffic
+        self._conditions = conditions
+        self._gloo = cluster.backend is Backend.gloo
+        self._per_node = cluster.devices_per_node
+        self._uses = tuple(dict.fromkeys(uses))
+        self._both_ways = any(use.pattern == MESSAGE for use in self._uses)
+        self._numbers = {use: self._number_circles(use) for use in self._uses}
+        self._kinds = {level.name: _Kind(level, *self._group(level)) for level in traffic.levels}
+        self._routes: dict[tuple[Use, int], Route] = {}
+
+    def ring(self, axis: str, of_class: int) -> Route:
+        """Of the rings of all groups in which this class and its circle meet."""
+        return self._route(Use(axis, RING), of_class)
+
+    def pairwise(self, axis: str, of_class: int) -> Route:
+        """Of all that a rank sends when each sends to each."""
+        return self._route(Use(axis, PAIRWISE), of_class)
+
+    def own(self, axis: str, of_class: int) -> Route:
+        """The ranks' own links alone."""
+        return self._at(OWN, Use(axis, RING), of_class, 1.0)
+
+    def nics(self, axis: str, of_class: int, load: float) -> Route:
+        """The NICs of the nodes of this circle alone, each loaded so often."""
+        return self._at(NIC, Use(axis, RING), of_class, load)
+
+    def message(self, axis: str, shift: int, of_class: int) -> Route:
+        """From each rank of a class to the one `shift` places further: out at one end, in at the other."""
+        use = Use(axis, MESSAGE, shift)
+        key = (use, int(self._numbers[use][of_class]))
+        known = self._routes.get(key)
+        if known is None:
+            ranks = self._members(use, of_class)
+            to = self._traffic.peers(axis, shift)[ranks]
+            route: dict[Link, float] = {}
+            for level in self._traffic.levels:
+                loads = self._traffic.loads(use, level)[ranks]
+                kind = self._kinds[level.name]
+                kind.add(route, kind.up, ranks // level.block, loads)
+                if level.name != "host":  # the load of a host's memory holds both ends
+                    kind.add(route, kind.down, to // level.block, loads)
+            known = self._routes[key] = tuple(route.items())
+        return known
+
+    def set_changes(self, network: Network) -> None:
+        """Let links change when their conditions do."""
+        kind = self._kinds[NIC]
+        for at_ns in self._conditions.link_changes_ns():
+
+            def change(_: object, now_ns: int = at_ns) -> None:
+                for group, capacity in enumerate(self._capacities(kind.level, kind.groups, now_ns)):
+                    for link in (kind.up[group], kind.down[group]):
+                        if link.capacity != capacity:
+                            network.change(link, capacity)
+
+            network.env.timeout(at_ns - network.env.now).callbacks.append(change)
+
+    def _route(self, use: Use, of_class: int) -> Route:
+        key = (use, int(self._numbers[use][of_class]))
+        known = self._routes.get(key)
+        if known is None:
+            ranks = self._members(use, of_class)
+            route: dict[Link, float] = {}
+            levels = self._traffic.levels
+            if self._gloo and self._alone_on_nodes(use):
+                levels = tuple(level for level in levels if level.name != OWN)
+            for level in levels:
+                loads = self._traffic.loads(use, level)[ranks]
+                kind = self._kinds[level.name]
+                kind.add(route, kind.up, ranks // level.block, loads)
+                if self._both_ways and level.name != "host":
+                    kind.add(route, kind.down, ranks // level.block, loads)
+            known = self._routes[key] = tuple(route.items())
+        return known
+
+    def _at(self, name: str, use: Use, of_class: int, load: float) -> Route:
+        ranks = self._members(use, of_class)
+        kind = self._kinds[name]
+        groups = np.bincount(kind.groups[ranks // kind.level.block])
+        return tuple((kind.up[group], load) for group in np.flatnonzero(groups))
+
+    def _alone_on_nodes(self, use: Use) -> bool:
+        """Whether no two ranks of a group share a node: gloo's own connections are then not used."""
+        size, step = self._traffic.mesh.lattice(use.axis)
+        return use.pattern == RING and size > 1 and step >= self._per_node
+
+    def _members(self, use: Use, of_class: int) -> Index:
+        """All ranks of the circle; of a message, of the class alone."""
+        fold = self._fold
+        if len(fold) == 1:
+            return np.arange(len(fold.of))
+        chosen = np.zeros(len(fold), dtype=bool)
+        chosen[[of_class] if use.pattern == MESSAGE else list(fold.circle(use.axis, of_class).classes)] = True
+        return np.flatnonzero(chosen[fold.of])
+
+    def _number_circles(self, use: Use) -> Index:
+        """A number for each class: equal where they take part in the same flows of this use."""
+        if use.pattern == MESSAGE:
+            return np.arange(len(self._fold), dtype=np.int64)
+        fold = self._fold
+        return np.array([fold.circle(use.axis, c).number for c in range(len(fold))], dtype=np.int64)
+
+    def _group(self, level: Level) -> tuple[Index, list[float]]:
+        """The groups of links that are loaded alike, as a number for each block, and their capacities."""
+        of = self._fold.of
+        blocks = np.arange(len(of)) // level.block
+        num_blocks = int(blocks[-1]) + 1
+        signature: NDArray[np.float64] = np.zeros(num_blocks)
+        for place, use in enumerate(self._uses):
+            # sums of loads with a random weight for each circle: equal where every circle's load is
+            weights = np.random.default_rng(place).random(int(self._numbers[use].max()) + 1)
+            loads = self._traffic.loads(use, level) * weights[self._numbers[use][of]]
+            signature += np.bincount(blocks, weights=loads, minlength=num_blocks)
+            if use.pattern == MESSAGE:  # and what comes in
+                to = self._traffic.peers(use.axis, use.shift) // level.block
+                signature += np.pi * np.bincount(to, weights=loads, minlength=num_blocks)
+        _, groups = np.unique(np.round(signature, 9), return_inverse=True)
+        groups = groups.astype(np.int64)
+        return groups, self._capacities(level, groups, 0)
+
+    def _capacities(self, level: Level, groups: Index, now_ns: int) -> list[float]:
+        capacities = [level.capacity] * (int(groups.max()) + 1)
+        if level.name == NIC:
+            conditions = self._conditions
+            sizes = np.bincount(groups)
+            shares: dict[int, list[float]] = {}
+            for node in sorted(set(conditions.nodes) | set(conditions.cut_ns)):
+                shares.setdefault(int(groups[node]), []).append(conditions.link_share(node, now_ns))
+            for group, found in shares.items():
+                slowest = min(found) if len(found) == sizes[group] else min(1.0, *found)
+                capacities[group] = level.capacity * slowest
+        return capacities
+
+
+class _Kind:
+    """The links of one level."""
+
+    def __init__(self, level: Level, groups: Index, capacities: list[float]) -> None:
+        self.level = level
+        self.groups = groups
+        self.up = [Link(f"{level.name}.{i}", capacity) for i, capacity in enumerate(capacities)]
+        self.down = [Link(f"{level.name}.{i}.in", capacity) for i, capacity in enumerate(capacities)]
+
+    def add(
+        self, route: dict[Link, float], links: list[Link], blocks: Index, loads: NDArray[np.float64]
+    ) -> None:
+        """Put the loads of some ranks on the links of their blocks; in a group the fullest counts."""
+        if not len(blocks):
+            return
+        on_blocks = np.bincount(blocks, weights=loads)
+        fullest = np.zeros(len(self.up))
+        np.maximum.at(fullest, self.groups[: len(on_blocks)], on_blocks)
+        for group in np.flatnonzero(fullest):
+            link = links[group]
+            route[link] = max(float(fullest[group]), route.get(link, 0.0))
+
+
+def uses_of(mesh: Mesh, transfers: Iterable[tuple[str, str, int]]) -> list[Use]:
+    """The uses of (op, axis, peer) of transfers: rings and pairwise sends of an axis, or its messages."""
+    found: dict[Use, None] = {}
+    for op, axis, peer in dict.fromkeys(transfers):
+        if mesh.size(axis) == 1:
+            continue
+        if op in ("send", "recv"):
+            found[Use(axis, MESSAGE, peer if op == "send" else -peer)] = None
+        else:
+            found[Use(axis, RING)] = None
+            found[Use(axis, PAIRWISE)] = None
+    return list(found)
