@@ -1,6 +1,7 @@
 """A policy for a model that is already under `fully_shard`, in the user's own loop."""
 
 import os
+import warnings
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import cast
@@ -73,6 +74,8 @@ def attach(
         mesh: How ranks lie on nodes; it must agree with the policy's hpZ size.
         ranks_per_node: In place of `mesh`; by default LOCAL_WORLD_SIZE, as torchrun sets it.
 
+    Keys of `comm` that have no effect on this cluster are warned of, and kept in `Attached.warnings`.
+
     Raises:
         ValueError: If `model` is not under `fully_shard`, `comm` does not shard, or sizes do not fit.
     """
@@ -81,7 +84,9 @@ def attach(
         ranks_per_node = mesh.ranks_per_node
     elif ranks_per_node is None:
         ranks_per_node = _ranks_per_node()
-    policy, warnings = _policy(comm, ranks_per_node)
+    policy, told = _policy(comm, ranks_per_node)
+    for message in told:
+        warnings.warn(message, stacklevel=2)
     if policy.placement is not Placement.sharded:
         raise ValueError(
             f"comm={policy.name!r} keeps whole weights on every rank, but the model is sharded; use zero1, "
@@ -100,7 +105,7 @@ def attach(
     units[ROOT].set_reshard_after_forward(policy.reshard_after_forward)
     hooks = ShardedHooks(units, policy=policy, interpreter=interpreter, counts_steps=True)
     ledger.at(iteration=0, phase="forward")
-    return Attached(policy, mesh, ledger, warnings, hooks)
+    return Attached(policy, mesh, ledger, told, hooks)
 
 
 def fsdp_units(model: nn.Module) -> dict[str, FSDPModule]:
@@ -120,6 +125,12 @@ def _policy(comm: CommConf | CommPolicy | str, ranks_per_node: int) -> tuple[Com
     if isinstance(comm, str):
         comm = _named(comm)
     if not isinstance(comm, CommConf):
+        lacking = [key for key in ("name", "placement", "hpz_size", "decide") if not hasattr(comm, key)]
+        if lacking:
+            raise ValueError(
+                f"comm={comm!r} is no policy; give the name of one, such as 'zeropp' or 'zero3', a CommConf, or an "
+                f"object with {lacking} (policies.comm.CommPolicy)"
+            )
         return comm, ()
     if comm.overlap:
         raise ValueError(

@@ -1,6 +1,7 @@
 """How long each unit computes, and how long quantizing takes, when nothing is sent: what the simulator replays."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,6 +53,10 @@ class Calibration:
 def run_calibration(case: Case, context: WorkerContext) -> None:
     """Calibrate and write `calibration.json` (rank 0)."""
     experiment = load_experiment(case.experiment)
+    if context.rank == 0:
+        sys.stderr.write(
+            f"twinbed: {case.name}: measuring the computation of each unit, without communication\n"
+        )
     found = calibrate(
         experiment,
         context,

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..analysis.record import write_text
 from ..conf.compose import model_spec
 from ..conf.schema import ExperimentConf
+from ..policies.comm import Placement, build_comm
 
 if TYPE_CHECKING:
     import torch
 
 CHECKPOINTS = "checkpoints"
 _MANIFEST = "twinbed.json"
-_VERSION = 1
+_VERSION = 2  # 2: placement and files
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class Checkpoint:
     loss_scale: dict[str, float] | None
     model: dict[str, Any]  # the spec's fields
     optimizer: str
+    placement: str  # where weights lived (policies.comm.Placement)
+    files: dict[str, int]  # all but the manifest, with their sizes in bytes
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
@@ -53,8 +56,8 @@ def check_resume(experiment: ExperimentConf) -> None:
     """Refuse a checkpoint that the run cannot go on from, before any process starts.
 
     Raises:
-        ValueError: There is none in `train.resume_from`, it is of another model or optimizer, or the run
-            would have no steps left.
+        ValueError: There is none in `train.resume_from`, a file of it is gone or cut off, it is of another
+            model, optimizer or placement of the weights, or the run would have no steps left.
     """
     if experiment.train.resume_from is None:
         return
@@ -71,8 +74,35 @@ def check_resume(experiment: ExperimentConf) -> None:
         raise ValueError(
             f"{where}: written with optimizer={found.optimizer}; optimizer={experiment.optimizer.name} here"
         )
+    placement = _placement(experiment)
+    if (found.placement == Placement.sharded.value) != (placement == Placement.sharded.value):
+        raise ValueError(
+            f"{where}: written with {found.placement} weights; comm={experiment.comm.name} keeps them {placement} "
+            "here, and optimizer states of the one do not fit the other; go on with a policy that keeps them "
+            f"{found.placement}"
+        )
+    _check_files(found, where)
     if found.step >= experiment.steps:
         raise ValueError(f"{where}: {found.step} steps are done; steps={experiment.steps} must be more")
+
+
+def _placement(experiment: ExperimentConf) -> str:
+    cluster = experiment.cluster
+    policy, _ = build_comm(
+        experiment.comm, num_ranks=cluster.num_ranks, ranks_per_node=cluster.devices_per_node
+    )
+    return policy.placement.value
+
+
+def _check_files(found: Checkpoint, where: str) -> None:
+    for name, nbytes in found.files.items():
+        path = found.folder / name
+        try:
+            present = path.stat().st_size
+        except OSError as err:
+            raise ValueError(f"{where}: {path} cannot be read: {err.strerror or type(err).__name__}") from err
+        if present != nbytes:
+            raise ValueError(f"{where}: {path} has {present} bytes, but {nbytes} were written: it is damaged")
 
 
 class Stateful(Protocol):
@@ -120,6 +150,8 @@ def save_checkpoint(
             "loss_scale": dict(loss_scale) if loss_scale is not None else None,
             "model": asdict(model_spec(experiment)),
             "optimizer": experiment.optimizer.name,
+            "placement": _placement(experiment),
+            "files": {path.name: path.stat().st_size for path in sorted(partial.iterdir()) if path.is_file()},
         }
         write_text(partial / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
         shutil.rmtree(final, ignore_errors=True)  # of an earlier run that got as far
@@ -178,9 +210,17 @@ def _read_manifest(folder: Path) -> Checkpoint:
         if values["version"] != _VERSION:
             raise ValueError(f"version {values['version']}, must be {_VERSION}")
         return Checkpoint(
-            folder, int(values["step"]), values["loss_scale"], values["model"], values["optimizer"]
+            folder,
+            step=int(values["step"]),
+            loss_scale=values["loss_scale"],
+            model=dict(values["model"]),
+            optimizer=str(values["optimizer"]),
+            placement=Placement(values["placement"]).value,
+            files={str(name): int(nbytes) for name, nbytes in dict(values["files"]).items()},
         )
-    except (OSError, KeyError, TypeError, ValueError) as err:
+    except KeyError as err:
+        raise ValueError(f"{path}: broken manifest of a checkpoint: {err} is missing") from err
+    except (OSError, TypeError, ValueError) as err:
         raise ValueError(f"{path}: broken manifest of a checkpoint: {err}") from err
 
 
@@ -193,5 +233,11 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 def _first_line(err: BaseException) -> str:
     causes = getattr(err, "failures", {})
     for rank, failure in sorted(causes.items()):
-        return f"rank {rank}: {failure[0]}"
-    return str(err).split("\n")[0]
+        return f"rank {rank}: {_line(failure[0])}"
+    return _line(err)
+
+
+def _line(err: BaseException) -> str:
+    """The type too: some errors, such as that of a file that ends early, say nothing else."""
+    said = str(err).strip().split("\n")[0]
+    return f"{type(err).__name__}: {said}" if said else type(err).__name__

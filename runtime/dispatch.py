@@ -1,9 +1,9 @@
 """Watches what reaches torch.distributed, beneath all Python wrappers: our own calls, and those of libraries.
 
-The operators of `torch.ops.c10d` are wrapped once a process; each call is reported to the active ledger,
-sized by the tensors really passed, and then goes on to torch's own kernel. So functional collectives
-(DTensor, gradient clipping) are seen as well, under inference mode too and on any thread; other operators pay
-nothing.
+The operators of `torch.ops.c10d` are wrapped once a process; each call is reported to the ledger of the model
+whose plan is being carried out, else to the active one, sized by the tensors really passed, and then goes on to
+torch's own kernel. So functional collectives (DTensor, gradient clipping) are seen as well, under inference mode
+too and on any thread; other operators pay nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..policies import wire
 from ..policies.wire import Sent
-from .ledger import Ledger
+from .ledger import Ledger, open_ledger
 
 # What a handler returns: the name of the collective, its payload in bytes, and what this rank sends.
 _Seen = tuple[str, int, Sent]
@@ -32,7 +32,11 @@ _library: torch.library.Library | None = None  # kept: the wrappers go with it
 
 
 def activate(ledger: Ledger | None) -> None:
-    """From now on collectives of this process are reported to `ledger` (None: to nobody)."""
+    """From now on collectives that belong to no plan are reported to `ledger` (None: to nobody).
+
+    Where a process trains several models, each says so when it computes: what a library then sends is taken to be
+    of the model that computed last.
+    """
     global _active
     _install()
     _active = ledger
@@ -58,7 +62,7 @@ def _wrap(library: torch.library.Library, name: str, group_at: int, handler: _Ha
     operator = getattr(torch.ops.c10d, name).default
 
     def watched(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        ledger = _active
+        ledger = open_ledger() or _active
         if ledger is not None:
             group = _ranks(dist.ProcessGroup.unbox(args[group_at]))
             ledger.observe(group, *handler(ledger, group, args))

@@ -128,6 +128,12 @@ def find_cause(
             return "while starting"
         return f"in step {step} of {cases[case]}" if step >= 0 else f"before the first step of {cases[case]}"
 
+    def told(rank: int, how: str) -> str:
+        line = last_lines.get(rank, "").strip()
+        if line.startswith(f"rank {rank} failed"):  # its own account, which it could not write to a file
+            return line
+        return f"rank {rank} {how} {where(rank)}: {line or 'it said nothing'}"
+
     killed = sorted(rank for rank, code in exit_codes.items() if code < 0 and rank not in failures)
     if killed:
         rank = killed[0]
@@ -139,7 +145,7 @@ def find_cause(
         first = min(failures.values(), key=lambda f: (f.kind, f.time_ns))
         if first.kind >= Kind.timeout and unexplained:
             rank = unexplained[0]
-            return Cause(rank, f"rank {rank} ended {where(rank)}: {last_lines.get(rank, '')}")
+            return Cause(rank, told(rank, "ended"))
         text = f"rank {first.rank} failed {where(first.rank)}: {first.error}"
         if first.kind is Kind.timeout and silent:  # the others waited for it in vain
             rank = silent[0]
@@ -147,7 +153,7 @@ def find_cause(
         return Cause(first.rank, text)
     if unexplained:
         rank = unexplained[0]
-        return Cause(rank, f"rank {rank} failed {where(rank)}: {last_lines.get(rank, '')}")
+        return Cause(rank, told(rank, "failed"))
     ended = sorted(exit_codes)
     if ended:
         return Cause(ended[0], f"rank {ended[0]} ended early {where(ended[0])}")

@@ -141,6 +141,8 @@ class Interpreter:
         *,
         mean: bool,
     ) -> None:
+        if copies is None and any(isinstance(step, StoreCopy | LoadCopy) for step in plan.steps):
+            _needed(copies, plan)
         if sum(segments) != x_Sn.shape[1]:
             raise ValueError(f"segments of {unit} hold {sum(segments)} elements, its slice {x_Sn.shape[1]}")
         if plan.chunks == 1:
@@ -286,6 +288,12 @@ class _Piece:
                 f"plan '{self.plan.describe()}': {type(step).__name__} over {group.size} ranks of "
                 f"{step.axis!r} "
                 f"cannot share out {value.slices} slices evenly"
+            )
+        root = step.root if isinstance(step, Broadcast | ReduceTo) else 0
+        if not 0 <= root < group.size:
+            raise ValueError(
+                f"plan '{self.plan.describe()}': root={root} is not in the group of {step.axis!r}; use one of "
+                f"[0, {group.size - 1}]"
             )
         exact = value.step.exact_own if isinstance(value, Coded) else None
         if exact is not None and not (isinstance(step, AllToAll) and step.axis == exact):

@@ -91,16 +91,16 @@ def launch_local(
             (folder / case.folder / RESULT).unlink(missing_ok=True)
     except OSError as err:
         return _failed(f"the output folder {folder} cannot be written: {err.strerror or err}", started)
-    shape = LinkShape(bandwidth_Bps=cluster.inter_node.node_Bps, latency_ns=cluster.inter_node.latency_ns)
     try:
         nodes = LocalCluster(
             nodes=cluster.nodes,
             ranks_per_node=cluster.devices_per_node,
-            link=shape,
+            link=_link(cluster),
             backend="auto" if cluster.shaped else "none",
         )
     except (ValueError, RuntimeError) as err:
-        return _failed(f"cluster={cluster.name}: {err}", started, folder, cases, git_commit)
+        text = str(err).replace("link.", "cluster.inter_node.")
+        return _failed(f"cluster={cluster.name}: {text}", started, folder, cases, git_commit)
     reason = nodes.reason if cluster.shaped else ""
     if reason:
         _say(f"links are not shaped: {reason}")
@@ -108,7 +108,7 @@ def launch_local(
         with nodes, _terminable():
             cause = _Launch(folder, nodes, cluster, cases, show_progress).run(timeout_s)
     except BaseException as err:
-        if isinstance(err, KeyboardInterrupt):
+        if isinstance(err, KeyboardInterrupt | SystemExit):
             text = "interrupted"
         else:
             text = f"the launcher failed: {type(err).__name__}: {err}"
@@ -120,6 +120,18 @@ def launch_local(
     return LaunchOutcome(
         status="ok", finished=_finished(folder, cases), seconds=time.monotonic() - started, **told
     )
+
+
+def _link(cluster: ClusterConf) -> LinkShape:
+    """Of one node: all its links together."""
+    inter = cluster.inter_node
+    if not cluster.shaped:
+        return LinkShape(bandwidth_Bps=1e9, latency_ns=0)  # nobody reads it
+    try:
+        return LinkShape(bandwidth_Bps=inter.node_Bps, latency_ns=inter.latency_ns)
+    except ValueError as err:
+        what = f"{inter.bandwidth_Bps:g} with links={inter.links} and efficiency={inter.efficiency:g}"
+        raise ValueError(f"{err} (link.bandwidth_Bps={what})") from err
 
 
 @dataclass(slots=True)

@@ -25,6 +25,15 @@ QUANTIZE_STREAM: Final = "quantize"
 WAIT_STREAM: Final = "wait"  # the main thread waits for the communication thread
 
 
+_open = threading.local()  # .ledger: the one in which this thread's collective is a row
+
+
+def open_ledger() -> "Ledger | None":
+    """Whose collective this thread is carrying out, if any."""
+    ledger: Ledger | None = getattr(_open, "ledger", None)
+    return ledger
+
+
 @dataclass(frozen=True, slots=True)
 class Labels:
     """What a row says about the time at which its collective was asked for."""
@@ -209,6 +218,7 @@ class Collecting:
         if self._ledger.open_scope is not None:
             raise RuntimeError(f"{self._op} of {self._layer!r} began inside of another collective")
         self._ledger.open_scope = self
+        _open.ledger = self._ledger
         self._start_ns = time.monotonic_ns()
 
     def __exit__(
@@ -216,7 +226,7 @@ class Collecting:
     ) -> None:
         end_ns = time.monotonic_ns()
         ledger = self._ledger
-        ledger.open_scope = None
+        ledger.open_scope = _open.ledger = None
         labels = ledger.labels
         if kind is not None or labels.phase == SETUP:
             return

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..conf.schema import Backend
+
 
 @dataclass(frozen=True, slots=True)
 class OpRow:
@@ -77,8 +79,9 @@ def cluster_with(
     """
     ops = _ops(measured)
     codec = measured["codec"]
+    on_gpus = cluster["backend"] == Backend.nccl.value
     host = dict(cluster["host"]) | {
-        "cores": measured["cores"],
+        "cores": 0 if on_gpus else measured["cores"],
         "all_nodes": one_machine,
         "op_ns": {},
         "op_measured_ns": {
@@ -99,6 +102,9 @@ def cluster_with(
     device = dict(cluster["device"])
     if calibration is None:  # else computation is known by itself, and the peak stays the experiment's
         device |= {"flop_per_s": measured["matmul"]["flop_per_s"], "matmul_efficiency": 1.0}
+    matmul = measured["matmul"]
+    if on_gpus:  # on CPUs the simulated cores are shared out anyway
+        device["busy_slowdown"] = max(1.0, matmul["flop_per_s"] / matmul["flop_per_s_beside_collective"])
     copy = codec["copy"]["ns_per_element"]
     if copy > 0:
         device["memory_Bps"] = 8 / copy * 1e9  # a copy reads and writes 4 bytes an element

@@ -67,7 +67,7 @@ class MetricsWriter:
         self._file.write(_line(metrics))
         self._file.flush()
         self._bar.set_postfix_str(
-            f"loss {metrics.loss:.4f}, {metrics.iteration_s * 1e3:.0f} ms", refresh=False
+            f"rank 0's loss {metrics.loss:.4f}, {metrics.iteration_s * 1e3:.0f} ms", refresh=False
         )
         self._bar.update()
         if self._board is not None:

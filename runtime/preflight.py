@@ -7,13 +7,21 @@ from ..conf.schema import Backend, ClusterConf, ExperimentConf, Precision
 from .checkpoint import check_resume
 from .data import check_data
 
+MAX_LOCAL_RANKS = 64  # each is a process with torch in it: about 300 MB
+
 
 def check_devices(cluster: ClusterConf) -> None:
-    """Refuse to start ranks of a GPU cluster where the GPUs are not.
+    """Refuse to start more ranks than a machine can hold, or ranks of a GPU cluster where the GPUs are not.
 
     Raises:
         ValueError: Naming the cluster, the GPUs it needs here and the ways out.
     """
+    if cluster.num_ranks > MAX_LOCAL_RANKS:
+        raise ValueError(
+            f"cluster.nodes={cluster.nodes} x cluster.devices_per_node={cluster.devices_per_node} with launch=local: "
+            f"{cluster.num_ranks} ranks on this machine, must be at most {MAX_LOCAL_RANKS}; use target=sim, or "
+            "launch=torchrun or launch=slurm for a cluster"
+        )
     found = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if cluster.backend is Backend.nccl and found < cluster.num_ranks:
         raise ValueError(

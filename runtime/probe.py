@@ -5,6 +5,7 @@ what its network needs for them (`sim.constants`).
 """
 
 import argparse
+import errno
 import json
 import os
 import statistics
@@ -40,6 +41,8 @@ def probe_case(case: "Case", context: "WorkerContext") -> None:
 
     from ..conf.compose import load_experiment
 
+    if context.rank == 0:
+        sys.stderr.write(f"twinbed: {case.name}: measuring collectives, codecs and matmuls\n")
     measured = measure(context, precision=load_experiment(case.experiment).precision.value)
     if context.rank == 0:
         write_text(context.case_folder(case) / PROBE, json.dumps(measured, indent=1) + "\n")
@@ -333,15 +336,29 @@ class _MatmulProbe:
         return {"flop_per_s": flop / alone, "flop_per_s_beside_collective": flop / beside}
 
 
+def _check_output(path: Path) -> None:
+    """Make the file's folder, and see whether the file can be written: measuring takes a while.
+
+    Raises:
+        OSError: It cannot.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
+        pass
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command `twinbed-probe`: measure a cluster and write conf/cluster-style YAML."""
     import yaml
 
     from ..conf.compose import compose
-    from ..conf.schema import Backend
+    from ..conf.schema import Backend, Launch
     from ..kernels.native import prepare
     from .case import Case
     from .launcher import launch_local
+    from .preflight import check_devices
 
     parser = argparse.ArgumentParser(prog="twinbed-probe", description=(main.__doc__ or "").split(": ", 1)[1])
     parser.add_argument("output", type=Path, help="YAML file to write; its stem is the cluster's name")
@@ -349,9 +366,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         composed = compose(["target=runtime", *arguments.overrides])
+        if composed.experiment.launch is not Launch.local:
+            raise ValueError(
+                f"launch={composed.experiment.launch.value}: only this machine can be probed; leave launch=local, with "
+                "the ranks that this machine has"
+            )
+        check_devices(composed.experiment.cluster)
     except ValueError as err:
         sys.stderr.write(f"twinbed-probe: {err}\n")
         return 2
+    try:
+        _check_output(arguments.output)
+    except OSError as err:
+        sys.stderr.write(f"twinbed-probe: cannot write {arguments.output}: {err.strerror or err}\n")
+        return 1
+    ranks = composed.experiment.cluster.num_ranks
+    sys.stdout.write(f"measuring {ranks} rank{'s' * (ranks > 1)} on this machine: about a minute\n")
+    sys.stdout.flush()
     prepare()
     with tempfile.TemporaryDirectory(prefix="twinbed-probe-") as folder:
         case = Case(

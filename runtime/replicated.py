@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from ..conf.schema import Precision
-from ..policies.comm import CommPolicy, GradientsReady, Placement, WeightsChanged
+from ..policies.comm import CommPolicy, GradientsReady, Placement, WeightsChanged, check_reduced
 from ..policies.plan import Plan
 from .gradients import clip_factor, is_finite
 from .interpreter import Interpreter
@@ -75,6 +75,7 @@ class ReplicatedEngine:
         # Reductions beside the backward pass, on GPUs.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._micro_batch, self._num_micro_batches = 0, 1
+        self._moved: set[str] = set()  # units of which a micro-batch of this step has reduced gradients
         self._handles: list[Any] = []
         inside = {id(p): name for name, module in units.items() if name != ROOT for p in module.parameters()}
         self._units = [
@@ -98,6 +99,8 @@ class ReplicatedEngine:
 
     def begin_micro_batch(self, index: int, count: int) -> None:
         self._micro_batch, self._num_micro_batches = index, count
+        if index == 0:
+            self._moved.clear()
         for unit in self._units:
             unit.missing = sum(p.requires_grad for p in unit.parameters.values())
             unit.reduced = False
@@ -107,6 +110,7 @@ class ReplicatedEngine:
         for unit in reversed(self._units[1:]):
             self._finish(unit)
         self._finish(self._units[0])
+        check_reduced(self._policy, [unit.name for unit in self._units], self._moved)
         if self._thread is not None:
             self._thread.drain()
         if self._stream is not None:
@@ -250,6 +254,7 @@ class ReplicatedEngine:
         self._ledger.decided(event, plan)
         if plan is None:
             return
+        self._moved.add(unit.name)
         if self._thread is not None:
             self._thread.submit(partial(self._run, unit, plan), unit.name)
         elif self._stream is not None:

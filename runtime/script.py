@@ -17,6 +17,7 @@ _TORCHRUN = """\
 # Start it once on each of the {nodes} nodes, all of which must see this folder; RDZV_HOST is the name or
 # address of one of them:
 #   RDZV_HOST=node0 {script}
+# twinbed must be installed on the nodes: activate its environment first, or set PYTHON to its interpreter.
 set -euo pipefail
 FOLDER=${{TWINBED_FOLDER:-{folder}}}
 {common}exec {torchrun} \\
@@ -31,6 +32,7 @@ _SLURM = """\
 # {title}
 # Submit it from any folder; all nodes must see the run's folder:
 #   sbatch {script}
+# twinbed must be installed on the nodes: activate its environment first, or set PYTHON to its interpreter.
 #SBATCH --job-name={job}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
@@ -83,6 +85,7 @@ def script_text(path: Path, experiment: ExperimentConf) -> str:
         if gpus
         else f"#SBATCH --cpus-per-task={per_node}\n",
         "common": _COMMON,
-        "torchrun": "torchrun",
+        # torchrun by another name: that one need not be on the PATH
+        "torchrun": '"${PYTHON:-python3}" -m torch.distributed.run',
     }
     return (_SLURM if experiment.launch is Launch.slurm else _TORCHRUN).format(**values)

@@ -5,9 +5,11 @@ from looking at data: ranks that disagree would wait for each other for ever.
 """
 
 from collections.abc import Callable, Iterable
+from typing import ClassVar
+from weakref import WeakSet
 
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..policies.comm import Phase
 from ..policies.plan import LoadCopy, Plan, StoreCopy
@@ -48,15 +50,34 @@ class SecondaryShard:
 
 
 class WeightsWatch:
-    """Calls back when an optimizer steps or a state dict is loaded, in whatever loop that happens."""
+    """Calls back when an optimizer steps or a state dict is loaded, in whatever loop that happens.
+
+    An optimizer that holds no parameter of these modules may still change them (it steps copies of its own), so
+    only one that holds those of another watched model is left out.
+    """
+
+    _all: ClassVar["WeakSet[WeightsWatch]"] = WeakSet()
 
     def __init__(self, modules: Iterable[nn.Module], changed: Callable[[], None]) -> None:
-        self._handles = [register_optimizer_step_post_hook(lambda *_: changed())]
-        for module in modules:
+        self._modules, self._changed = list(modules), changed
+        self._handles = [register_optimizer_step_post_hook(self._stepped)]
+        self._all.add(self)
+        for module in self._modules:
             watch = module.register_load_state_dict_post_hook(lambda *_: changed())  # type: ignore[no-untyped-call]
             self._handles.append(watch)
 
+    def _stepped(self, optimizer: Optimizer, *_: object) -> None:
+        if len(self._all) > 1:
+            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if not self._holds(stepped) and any(watch._holds(stepped) for watch in self._all):
+                return
+        self._changed()
+
+    def _holds(self, ids: set[int]) -> bool:
+        return any(id(p) in ids for module in self._modules for p in module.parameters())
+
     def remove(self) -> None:
+        self._all.discard(self)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

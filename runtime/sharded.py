@@ -13,9 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from ..policies.comm import CommPolicy, GradientsReady, Phase, WeightsChanged, WeightsNeeded
+from ..policies.comm import (
+    CommPolicy,
+    GradientsReady,
+    Phase,
+    WeightsChanged,
+    WeightsNeeded,
+    check_copy,
+    check_reduced,
+)
 from ..policies.partition import shard_segments
 from ..policies.plan import Plan
+from .dispatch import activate
 from .interpreter import Interpreter
 from .ledger import SETUP
 from .overlap import CommThread
@@ -63,6 +72,7 @@ class ShardedHooks:
         self._evaluated = False
         self._micro_batch, self._num_micro_batches = 0, 1
         self._plans: dict[str, Plan | None] = {}  # of this micro-batch's gradients; empty: not asked yet
+        self._reduced: set[str] = set()  # units of which a micro-batch of this step reduces gradients
         self._said: dict[str, tuple[bool, bool]] = {}  # (reduce, reshard) as FSDP2 was last told
         self._unsaid: list[GradientsReady] = []  # decisions to move nothing, to be logged in their turn
         self._hooks = [_UnitHooks(self, name, module, wire_dtype) for name, module in units.items()]
@@ -81,10 +91,14 @@ class ShardedHooks:
         self._say_unsaid()
         self._micro_batch, self._num_micro_batches = index, count
         last = index == count - 1
+        if index == 0:
+            self._reduced.clear()
         reshard = last or self.policy.reshard_after_forward
         for name in self._backward_order():
             event = GradientsReady(name, index, count)
             plan = self._plans[name] = self.policy.decide(event)
+            if plan is not None:
+                self._reduced.add(name)
             said = (plan is not None, reshard)
             if self._said.get(name) != said:
                 self._said[name] = said
@@ -92,6 +106,8 @@ class ShardedHooks:
                 self.units[name].set_reshard_after_backward(said[1], recurse=False)
             if plan is None:
                 self._unsaid.append(event)
+        if last:
+            check_reduced(self.policy, list(self.units), self._reduced)
         self.units[ROOT].set_is_last_backward(last)
 
     def finish_gradients(self) -> None:
@@ -135,6 +151,7 @@ class ShardedHooks:
         self, hooks: "_UnitHooks", output: Tensor, shard: Tensor, *, async_op: bool
     ) -> dist.Work | None:
         copy = hooks.copy
+        activate(self.ledger)
         event = WeightsNeeded(hooks.name, self.phase, copy.valid)
         plan = self.policy.decide(event)
         self.ledger.decided(event, plan)
@@ -142,6 +159,7 @@ class ShardedHooks:
             raise ValueError(
                 f"policy {self.policy.name!r} gathers nothing for {event}: a sharded unit cannot do without"
             )
+        check_copy(self.policy, event, plan)
         copy.issued(plan, self.phase, outlives_micro_batch=self.policy.copy_outlives_micro_batch)
         task = partial(
             self.interpreter.gather,
@@ -162,6 +180,7 @@ class ShardedHooks:
         return None
 
     def reduce(self, hooks: "_UnitHooks", output: Tensor, slices: Tensor, *, mean: bool) -> None:
+        activate(self.ledger)
         event = GradientsReady(hooks.name, self._micro_batch, self._num_micro_batches)
         plan = self._plans[hooks.name] if hooks.name in self._plans else self.policy.decide(event)
         self.ledger.decided(event, plan)
@@ -187,6 +206,7 @@ class ShardedHooks:
             self.thread.submit(task, hooks.name)
 
     def _forward_begins(self, module: nn.Module, args: object) -> None:
+        activate(self.ledger)  # there may be other models in this process
         training = torch.is_grad_enabled()
         if self._changed or (training and self._evaluated):
             for unit in self.units.values():

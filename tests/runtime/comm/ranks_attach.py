@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,31 @@ def own_loop() -> dict[str, Any]:
     return found
 
 
+def two_models() -> dict[str, Any]:
+    """Rows of two models that are trained in turns, and of the same ones each alone."""
+    found: dict[str, Any] = {}
+    for which in ("both", "a", "b"):
+        loops = {}
+        for name, comm in (("a", "zero3"), ("b", "zeropp")):
+            if which not in ("both", name):
+                continue
+            model = Tiny(blocks=2 if name == "a" else 3)
+            for block in model.blocks:
+                fully_shard(block)
+            fully_shard(model)
+            attached = twinbed.runtime.attach(model, comm, ranks_per_node=1)
+            loops[name] = (model, attached, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(2):
+            for model, _, optimizer in loops.values():
+                model(batch(step=step, micro_batch=0, rank=dist.get_rank())).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        for name, (_, attached, _) in loops.items():
+            found[f"{name} in {which}"] = attached.ledger.rows
+    return found
+
+
 def hugging_face() -> dict[str, Any]:
     """First and last loss of a GPT-2 made from a config, and the units that were found."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -70,7 +96,9 @@ def hugging_face() -> dict[str, Any]:
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    attached = twinbed.runtime.attach(model, "zeropp", ranks_per_node=1)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        attached = twinbed.runtime.attach(model, "zeropp", ranks_per_node=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     tokens: Tensor = batch(step=0, micro_batch=0, rank=0)[None]
     losses = []
@@ -85,6 +113,7 @@ def hugging_face() -> dict[str, Any]:
         "units": sorted({row.layer for row in attached.ledger.rows}),
         "iterations": attached.ledger.rows[-1].iteration,
         "warnings": attached.warnings,
+        "warned": [str(warning.message) for warning in warned],
     }
 
 
@@ -98,6 +127,7 @@ def refusals() -> list[str]:
         (sharded, "zero4"),
         (sharded, "ddp"),
         (sharded, CommConf(name="zero3", overlap=True)),
+        (sharded, None),
     ]
     for model, comm in tries:
         try:
@@ -112,4 +142,4 @@ def refusals() -> list[str]:
 
 
 if __name__ == "__main__":
-    main({"own_loop": own_loop, "hugging_face": hugging_face, "refusals": refusals})
+    main({"own_loop": own_loop, "two_models": two_models, "hugging_face": hugging_face, "refusals": refusals})

@@ -12,7 +12,7 @@ from torch.distributed import checkpoint as dcp
 from twinbed.conf.schema import Precision
 from twinbed.policies.comm import CommEvent, GradientsReady, Placement, WeightsNeeded
 from twinbed.policies.mesh import WORLD
-from twinbed.policies.plan import AllGather, AllToAll, Dequantize, Plan, Quantize, Reduce, ReduceOp
+from twinbed.policies.plan import AllGather, AllToAll, Dequantize, LoadCopy, Plan, Quantize, Reduce, ReduceOp
 from twinbed.runtime.ledger import Ledger
 from twinbed.runtime.wrap import CommEngine
 
@@ -302,7 +302,36 @@ def failures() -> dict[str, str]:
         except ValueError as err:
             said[f"broken{' overlap' if overlap else ''}"] = str(err)
         engine.close()
+    whole = Unreduced()
+    whole.placement = Placement.replicated
+    for name, policy in (("unreduced", Unreduced()), ("unreduced whole", whole), ("stale", Stale())):
+        engine, ledger = engine_of(policy, ranks_per_node=RANKS_PER_NODE)
+        try:
+            train_step(engine, ledger, step=0, micro_batches=2)
+        except ValueError as err:
+            said[name] = str(err)
+        engine.close()
     return said
+
+
+class Unreduced(Chunked):
+    """Leaves all gradients where they are."""
+
+    name = "unreduced"
+
+    def decide(self, event: CommEvent) -> Plan | None:
+        return None if isinstance(event, GradientsReady) else super().decide(event)
+
+
+class Stale(Chunked):
+    """Starts from a copy that nobody has stored."""
+
+    name = "stale"
+
+    def decide(self, event: CommEvent) -> Plan | None:
+        if isinstance(event, WeightsNeeded):
+            return Plan((LoadCopy(axis=WORLD), AllGather(axis=WORLD)))
+        return super().decide(event)
 
 
 class Broken(Chunked):

@@ -35,15 +35,26 @@ def test_hugging_face_model(launch):
         assert found["losses"][-1] < 0.5 * found["losses"][0]
         assert found["units"] == ["root", "transformer.h.0", "transformer.h.1"]
         assert found["iterations"] == 11
+        assert any("zero_quantized_gradients has no effect on one node" in said for said in found["warnings"])
+        assert set(found["warnings"]) <= set(found["warned"])
 
 
 @pytest.mark.distributed
 def test_refusals_name_the_way_out(launch):
     for said in launch("ranks_attach", "refusals", 2):
-        unwrapped, unknown, whole, overlap, nodes = said
+        unwrapped, unknown, whole, overlap, nothing, nodes = said
+        assert "comm=None is no policy; give the name of one" in nothing
         assert "fully_shard" in unwrapped
         assert "zero4" in unknown
         assert "zeropp" in unknown
         assert "ddp" in whole
         assert "comm.overlap" in overlap
         assert "LOCAL_WORLD_SIZE" in nodes
+
+
+@pytest.mark.distributed
+def test_each_of_two_models_has_its_own_collectives_in_its_ledger(launch):
+    for found in launch("ranks_attach", "two_models", 2):
+        for name in ("a", "b"):
+            assert found[f"{name} in {name}"]
+            assert found[f"{name} in both"] == found[f"{name} in {name}"]

@@ -137,6 +137,9 @@ def test_failures_say_what_and_where(launch):
             assert f"rank {rank}" in said[name]
         for name in ("broken", "broken overlap"):
             assert "Dequantize without Quantize" in said[name]
+        for name in ("unreduced", "unreduced whole"):
+            assert "never reduces the gradients of any unit" in said[name]
+        assert "copy_valid=False) by 'gather: LoadCopy" in said["stale"]
 
 
 @pytest.mark.distributed

@@ -292,3 +292,22 @@ def test_a_port_in_use_is_named(tmp_path):
     assert done.returncode != 0
     assert f"MASTER_PORT={port} is in use on 127.0.0.1" in done.stderr
     assert json.loads((tmp_path / "one" / "result.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)])
+def test_an_interrupted_launch_says_so_in_its_record(tmp_path, monkeypatch, error):
+    def interrupted(self, timeout_s):
+        raise error
+
+    monkeypatch.setattr(launcher._Launch, "run", interrupted)
+    with pytest.raises(type(error)):
+        run(tmp_path, ("train", {}))
+    assert json.loads((tmp_path / "0" / "result.json").read_text())["error"] == "interrupted"
+
+
+def test_a_link_too_slow_to_shape_is_named_by_its_key(tmp_path):
+    made = composed("cluster.inter_node.bandwidth_Bps=10", nodes=2, per_node=1, shaped=True)
+    outcome = run(tmp_path, ("train", {}), made=made)
+    assert outcome.status == "failed"
+    assert "cluster.inter_node.bandwidth_Bps must be finite and at least 1e3, got 10" in outcome.error
+    assert json.loads((tmp_path / "0" / "result.json").read_text())["error"] == outcome.error

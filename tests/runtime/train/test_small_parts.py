@@ -1,13 +1,16 @@
 """Intervals, interface counters, failures and launch scripts."""
 
+import json
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twinbed.conf.compose import compose
+from twinbed.conf.compose import compose, model_spec
+from twinbed.runtime.checkpoint import _first_line, check_resume
 from twinbed.runtime.failure import (
     ElsewhereError,
     Failure,
@@ -118,3 +121,62 @@ def test_a_script_is_executable_and_sound(tmp_path):
         assert shown.stdout == f"{folder}\n"
     with pytest.raises(ValueError, match="launch=local"):
         script_text(path, experiment("local", "gloo"))
+
+
+def test_a_rank_that_could_not_write_its_account_is_quoted_once():
+    line = "rank 0 failed in step 3 of a: OSError: disk full"
+    assert find_cause({}, {0: 1}, {0: (0, 3)}, ["a"], {0: line}, []).error == line
+    silent = find_cause({}, {0: 1}, {0: (0, 3)}, ["a"], {}, [])
+    assert silent.error == "rank 0 failed in step 3 of a: it said nothing"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A folder as `save_checkpoint` leaves it after three steps of hpz, and its experiment."""
+    experiment = compose(["target=runtime", "comm=hpz", "steps=9"]).experiment
+    folder = tmp_path / "step_00000003"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(b"m" * 7)
+    (folder / "__0_0.distcp").write_bytes(b"w" * 100)
+    manifest = {
+        "version": 2,
+        "step": 3,
+        "loss_scale": None,
+        "model": asdict(model_spec(experiment)),
+        "optimizer": "adamw",
+        "placement": "sharded",
+        "files": {".metadata": 7, "__0_0.distcp": 100},
+    }
+    (folder / "twinbed.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def resume(folder, comm):
+    check_resume(
+        compose(["target=runtime", f"comm={comm}", "steps=9", f"train.resume_from={folder}"]).experiment
+    )
+
+
+def test_a_checkpoint_goes_on_where_weights_live_alike(checkpoint):
+    for comm in ("hpz", "zero3", "zero1", "zeropp"):
+        resume(checkpoint, comm)
+    for comm, placement in (("ddp", "replicated"), ("ps", "server")):
+        with pytest.raises(
+            ValueError, match=f"written with sharded weights; comm={comm} keeps them {placement} here"
+        ):
+            resume(checkpoint, comm)
+
+
+def test_a_damaged_checkpoint_is_refused_with_its_reason(checkpoint):
+    (checkpoint / "__0_0.distcp").write_bytes(b"w" * 60)
+    with pytest.raises(ValueError, match=r"__0_0\.distcp has 60 bytes, but 100 were written: it is damaged"):
+        resume(checkpoint, "hpz")
+    (checkpoint / "__0_0.distcp").write_bytes(b"w" * 100)
+    (checkpoint / ".metadata").unlink()
+    with pytest.raises(ValueError, match=r"\.metadata cannot be read: No such file or directory"):
+        resume(checkpoint, "hpz")
+
+
+def test_the_reason_of_a_checkpoint_that_cannot_be_read_is_never_empty():
+    assert _first_line(EOFError()) == "EOFError"
+    assert _first_line(ValueError("one\ntwo")) == "ValueError: one"

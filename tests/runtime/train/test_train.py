@@ -63,7 +63,7 @@ def done(tmp_path_factory):
         replace(case("wide", "batch.micro=2"), tensorboard=True),
         case("recomputed", "recompute=full"),
         case("bf16", "precision=bf16", "train.lr_schedule=cosine", "train.warmup_lr_steps=2"),
-        case("overflowing", "precision=fp16", "train.loss_scale=1e30", "train.save_every=3"),
+        case("overflowing", "precision=fp16", "train.loss_scale=16777216", "train.save_every=3"),
         case("fp16", "precision=fp16"),
         case("sgd", "optimizer=sgd", "optimizer.momentum=0.9", "train.save_every=4"),
         case("sgd_resumed", "optimizer=sgd", "optimizer.momentum=0.9", resume=folder / "sgd"),
@@ -176,7 +176,7 @@ def test_an_overflow_skips_the_step(done):
     with (done / "overflowing" / "metrics.csv").open() as file:
         assert all(row["skipped"] == "1" and row["gradient_norm"] == "" for row in csv.DictReader(file))
     assert find_checkpoint(done / "overflowing").loss_scale == {
-        "scale": 1e30,
+        "scale": 2.0**24,
         "good_steps": 0,
         "skipped_steps": 6,
     }

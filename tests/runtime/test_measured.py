@@ -1,0 +1,40 @@
+"""A probe's figures become a cluster's config: by hand."""
+
+import pytest
+
+from twinbed.conf.compose import compose
+from twinbed.runtime.measured import cluster_with
+
+MEASURED = {
+    "num_ranks": 4,
+    "ranks_per_node": 2,
+    "cores": 8,
+    "ops": [
+        {
+            "op": "all_to_all",
+            "axis": axis,
+            "group_size": 2,
+            "message_bytes": nbytes,
+            "numel": nbytes // 4,
+            "batch_s": [seconds, seconds, 9.0],  # the median leaves the outlier out
+        }
+        for axis, rate in (("local", 1e9), ("node", 5e7))
+        for nbytes, seconds in ((1_000, 1e-3), (1_001_000, 1e-3 + 1e6 / rate))
+    ],
+    "codec": {kind: {"fixed_ns": 10.4, "ns_per_element": 2.0} for kind in ("encode8", "copy")},
+    "matmul": {"flop_per_s": 3e12, "flop_per_s_beside_collective": 2e12},
+}
+
+
+@pytest.mark.parametrize(("backend", "cores", "slowdown"), [("gloo", 8, 1.0), ("nccl", 0, 1.5)])
+def test_what_was_measured_replaces_what_was_guessed(backend, cores, slowdown):
+    made = compose(["target=sim", "cluster=local_2x2", f"cluster.backend={backend}"])
+    cluster = cluster_with(made.resolved["cluster"], MEASURED, one_machine=True, links_known=False)
+    assert cluster["intra_node"]["bandwidth_Bps"] == pytest.approx(1e9)
+    assert cluster["inter_node"]["bandwidth_Bps"] == pytest.approx(2 * 5e7)  # two ranks share the node's way
+    assert cluster["device"]["flop_per_s"] == 3e12
+    assert cluster["device"]["busy_slowdown"] == slowdown
+    assert cluster["device"]["memory_Bps"] == pytest.approx(4e9)
+    assert cluster["host"]["cores"] == cores
+    assert cluster["host"]["op_measured_ns"]["all_to_all/local/1000"] == 1_000_000
+    assert cluster["guesses"] == {}
