@@ -1,7 +1,9 @@
 """The one entry point: `python run.py [overrides]`, installed as `twinbed`. Plain Hydra."""
 
+import contextlib
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,6 +22,7 @@ if __name__ == "__main__":
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
+from twinbed.analysis.console import summary
 from twinbed.analysis.parity import compare_records, write_parity
 from twinbed.analysis.record import RESULT, Record, new_result, read_record, write_record, write_text
 from twinbed.conf.compose import (
@@ -31,7 +34,8 @@ from twinbed.conf.compose import (
     register_schema,
     to_dict,
 )
-from twinbed.conf.schema import Launch, Target
+from twinbed.conf.hints import hint
+from twinbed.conf.schema import ExperimentConf, Launch, Target
 from twinbed.policies.comm import CommPolicy, build_comm, describe_action, parse_event
 
 if TYPE_CHECKING:
@@ -75,7 +79,13 @@ def _hydra_main(config: DictConfig) -> None:
 def main() -> None:
     """The command `twinbed`."""
     register_schema()
-    _hydra_main()
+    try:
+        _hydra_main()
+    except SystemExit as err:
+        told = hint(err.__context__)  # Hydra has said what is wrong, and ends while it handles that error
+        if told:
+            sys.stderr.write(f"twinbed: {told}\n")
+        raise
 
 
 def run_experiment(config: DictConfig, folder: Path) -> None:
@@ -84,6 +94,9 @@ def run_experiment(config: DictConfig, folder: Path) -> None:
     Raises:
         ExperimentError: If anything is wrong; `result.json` says `failed` and why, where it can be written.
     """
+    for where in (folder, folder / "sim", folder / TRAINING):  # of an earlier run into this folder
+        with contextlib.suppress(OSError):
+            (where / RESULT).unlink(missing_ok=True)
     try:
         composed = from_hydra(config)
         cluster = composed.experiment.cluster
@@ -97,7 +110,8 @@ def run_experiment(config: DictConfig, folder: Path) -> None:
         assert isinstance(plain, dict)
         _write_failed(folder, {str(k): v for k, v in plain.items()}, str(err))
         raise ExperimentError(str(err)) from err
-    warnings = (*composed.warnings, *warnings)
+    composed = _named(composed, policy)
+    warnings = (*composed.warnings, *warnings, *_unshaped_by(composed.experiment))
     for warning in warnings:
         sys.stderr.write(f"twinbed: warning: {warning}\n")
     try:
@@ -111,11 +125,35 @@ def run_experiment(config: DictConfig, folder: Path) -> None:
         raise InterruptedRunError(code if isinstance(code, int) else 1) from err
     except OSError as err:
         _write_failed(folder, composed.resolved, str(err))
-        raise ExperimentError(err.strerror or str(err)) from err
+        raise ExperimentError(_os_error(err)) from err
     except Exception as err:
         _write_failed(folder, composed.resolved, f"{type(err).__name__}: {err}")
         sys.stderr.write(traceback.format_exc())
         raise ExperimentError(f"{type(err).__name__}: {err}") from err
+
+
+def _named(composed: Composed, policy: CommPolicy) -> Composed:
+    """A policy of the user's own goes by its own name, not by that of the config that it was given over."""
+    if composed.experiment.comm.policy is None or composed.experiment.comm.name == policy.name:
+        return composed
+    experiment = composed.experiment
+    named = replace(experiment, comm=replace(experiment.comm, name=policy.name))
+    return replace(composed, experiment=named, resolved=to_dict(named))
+
+
+def _unshaped_by(experiment: ExperimentConf) -> tuple[str, ...]:
+    if not experiment.cluster.shaped or experiment.target is Target.sim or experiment.launch is Launch.local:
+        return ()
+    return (
+        f"cluster.shaped=true with launch={experiment.launch.value}: torchrun shapes no links; ranks will talk as "
+        "fast as their nodes can, whatever cluster.inter_node says",
+    )
+
+
+def _os_error(err: OSError) -> str:
+    """What went wrong, with the file where the system names it."""
+    reason = err.strerror or str(err)
+    return f"{err.filename}: {reason}" if err.filename else reason
 
 
 def _carry_out(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...], folder: Path) -> None:
@@ -137,7 +175,8 @@ def _carry_out(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...]
         except ValueError as err:
             raise ExperimentError(str(err)) from err
         if target is Target.both:
-            write_simulation(composed, policy, warnings, folder / "sim")
+            predicted = write_simulation(composed, policy, warnings, folder / "sim")
+            sys.stdout.write(f"{summary(predicted)}\n")
         write_launch(folder, (_training_case(composed, warnings, TRAINING),), git_commit=git_commit())
         script = write_script(folder, composed.experiment)
         sys.stdout.write(f"start the run with: {script}\n")
@@ -146,6 +185,8 @@ def _carry_out(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...]
     elif target is Target.sim:
         record = write_simulation(composed, policy, warnings, folder)
         sys.stdout.write(f"{summary(record)}\nrecord: {folder}\n")
+        if record.result["status"] == "failed":  # a rank or a link was to fail
+            raise ExperimentError(record.result["error"])
     elif target is Target.runtime:
         outcome = _launch(composed, folder, (_training_case(composed, warnings, "."),))
         _raise_without_record(outcome, folder)
@@ -163,13 +204,16 @@ def write_simulation(
     from twinbed.sim.simulate import simulate
 
     started = time.perf_counter()
-    record = simulate(
-        composed.experiment,
-        spec=composed.spec,
-        policy=policy,
-        resolved=composed.resolved,
-        git_commit=git_commit(),
-    )
+    try:
+        record = simulate(
+            composed.experiment,
+            spec=composed.spec,
+            policy=policy,
+            resolved=composed.resolved,
+            git_commit=git_commit(),
+        )
+    except (ValueError, RuntimeError) as err:  # plans that cannot be carried out, or ranks that wait for ever
+        raise ExperimentError(str(err)) from err
     elapsed_s = time.perf_counter() - started
     record.result["warnings"] = [*warnings, *record.result["warnings"]]
     write_record(folder, record)
@@ -242,29 +286,12 @@ def replays(policy: CommPolicy, record: Record) -> bool:
     )
 
 
-def summary(record: Record) -> str:
-    """One line on a run."""
-    result = record.result
-    name = {"sim": "simulated", "runtime": "measured"}.get(result["target"], result["target"])
-    policy = result["experiment"].get("comm", {}).get("name", "?")
-    if result["status"] == "failed":
-        return f"{name} {policy}: failed: {result['error']}"
-    stats = result["iteration_s"]
-    if stats["mean"] is None:
-        return f"{name} {policy}: {result['status']}, no iteration after the warm-up"
-    text = (
-        f"{name} {policy}: {stats['p50'] * 1e3:.1f} ms an iteration (median of {stats['n']}), "
-        f"{result['comm']['inter_node_bytes'] / 1e6:.2f} MB between nodes per rank"
-    )
-    return text if result["status"] == "ok" else f"{text}; {result['status']}: {result['error']}"
-
-
 def _verdict(parity: dict[str, Any]) -> str:
     words = {True: "equal", False: "DIFFERENT", None: "not compared"}
     ratio = parity["iteration_s_ratio"]
     told = f"ledgers: {words[parity['ledger_equal']]}; replayed decisions: {words[parity['replay_equal']]}"
     if ratio is not None:
-        told += f"; predicted / measured iteration time: {ratio:.3f}"
+        told += f"; predicted / measured iteration time (means): {ratio:.3f}"
     if parity.get("void"):
         told += f" (void: {parity['void_reason']})"
     return told
@@ -297,6 +324,11 @@ def _launch(composed: Composed, folder: Path, cases: tuple[Any, ...]) -> "Launch
         check_devices(composed.experiment.cluster)
     except ValueError as err:
         raise ExperimentError(str(err)) from err
+    if len(cases) > 1:
+        sys.stdout.write(
+            "measuring this machine, then training; a prediction from what was measured follows\n"
+        )
+        sys.stdout.flush()
     return launch_local(folder, cluster=composed.experiment.cluster, cases=cases, git_commit=git_commit())
 
 
@@ -328,14 +360,25 @@ def _write_failed(folder: Path, experiment: dict[str, Any], error: str) -> None:
     if target == Target.both.value:
         folders = {"sim": folder / "sim", "runtime": folder / TRAINING}
     for side, where in folders.items():
-        if (where / RESULT).exists():
+        if (where / RESULT).exists():  # the launch's own
             continue
-        result = new_result(side, experiment, seed=int(experiment.get("seed") or 0), git_commit=git_commit())
+        seed = experiment.get("seed")
+        shown = _writable(experiment)
+        result = new_result(side, shown, seed=seed if isinstance(seed, int) else 0, git_commit=git_commit())
         result["error"] = error
         try:
             write_record(where, Record(result))
         except OSError as err:
-            sys.stderr.write(f"twinbed: {err.strerror}\n")
+            sys.stderr.write(f"twinbed: {_os_error(err)}\n")
+
+
+def _writable(value: Any) -> Any:
+    """`value` with numbers that JSON does not know as text: they are what was refused."""
+    if isinstance(value, dict):
+        return {key: _writable(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_writable(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def git_commit() -> str:

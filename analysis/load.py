@@ -1,6 +1,8 @@
-"""Folders of records: one run, a prediction beside its run, or a Hydra multirun."""
+"""Folders of records: one run, a prediction beside its run, a Hydra multirun, or published rows validated."""
 
+import csv
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,10 +11,15 @@ from typing import Any
 
 import yaml
 
-from .parity import PARITY
-from .record import RESULT, Record, read_record
+from .parity import PARITY, lacks_ledger, void_reason
+from .record import LEDGER, RESULT, SCHEMA_VERSION, STATUSES, Record, read_record
 
 SIM, REAL = "sim", "runtime"
+VALIDATION, VALIDATION_STATISTICS = "validate.csv", "validate.json"
+_TEXTS = ("row_id", "table", "quantity", "unit", "source")
+_FLAGS = {"yes": True, "no": False}
+# Hydra's sweeper puts a backslash before what its grammar uses
+_ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
 
 
 @dataclass(slots=True)
@@ -58,7 +65,23 @@ class Sweep:
     runs: Sequence[SweptRun]
 
 
-def load(folder: Path) -> Run | Sweep:
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """Published rows beside the simulator, as `twinbed-validate` left them.
+
+    Attributes:
+        rows: row_id, table, quantity, unit, source; paper, ours, rel_error (None: not simulated); fitted, verified.
+        statistics: What `validate.json` says of each table, where it is there; else empty.
+        gates: The same of the gates.
+    """
+
+    folder: Path
+    rows: Sequence[Mapping[str, Any]]
+    statistics: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    gates: Sequence[Mapping[str, Any]] = ()
+
+
+def load(folder: Path) -> Run | Sweep | Validation:
     """Read whatever kind of folder this is.
 
     Raises:
@@ -68,9 +91,13 @@ def load(folder: Path) -> Run | Sweep:
         raise ValueError(f"{folder}: no such folder")
     if (folder / RESULT).is_file():
         record = _read(folder)
-        return Run(folder, real=record) if record.result["target"] == REAL else Run(folder, sim=record)
+        run = Run(folder, real=record) if record.result["target"] == REAL else Run(folder, sim=record)
+        run.notes += [*_lacking("run", record), *_beside(folder)]
+        return run
     if _has_sides(folder):
         return _load_both(folder)
+    if (folder / VALIDATION).is_file():
+        return _load_validation(folder)
     children = [child for child in folder.iterdir() if child.is_dir() and _is_run(child)]
     if children:
         runs = [_load_swept(child) for child in sorted(children, key=_numeric_order)]
@@ -79,8 +106,8 @@ def load(folder: Path) -> Run | Sweep:
             raise ValueError(f"{folder}: none of its {len(runs)} runs has left a {RESULT}{why}")
         return Sweep(folder, runs)
     raise ValueError(
-        f"{folder} holds no records: expected {RESULT} (a run), {SIM}/ and {REAL}/ (target=both), or "
-        f"numbered runs (a multirun)"
+        f"{folder} holds no records: expected {RESULT} (a run), {SIM}/ and {REAL}/ (target=both), numbered "
+        f"runs (a multirun), or {VALIDATION} (twinbed-validate)"
     )
 
 
@@ -102,28 +129,46 @@ def _load_both(folder: Path) -> Run:
     run = Run(folder)
     if (folder / SIM / RESULT).is_file():
         run.sim = _read(folder / SIM)
+        run.notes += _lacking("simulation", run.sim)
     else:
         run.notes.append("The simulation left no record.")
     if (folder / REAL / RESULT).is_file():
         run.real = _read(folder / REAL)
+        run.notes += _lacking("real run", run.real)
     else:
         run.notes.append("The real run left no record.")
     parity = _json(folder / PARITY) if (folder / PARITY).is_file() else {}
     run.replay_equal = parity.get("replay_equal")
-    # the reason may stand in `void` itself
-    void = parity.get("void_reason") or parity.get("void")
-    run.void = void if isinstance(void, str) else "no reason given" if void else None
+    run.void = void_reason(parity)
     return run
 
 
+def _lacking(who: str, record: Record) -> list[str]:
+    """A ledger that is gone is not an empty one."""
+    if not lacks_ledger(record):
+        return []
+    return [f"The {who} left no {LEDGER}: what it communicated is not known."]
+
+
+def _beside(folder: Path) -> list[str]:
+    """Where this is one side of a `target=both` folder, the other is to be said."""
+    own = folder.resolve()
+    other = {SIM: REAL, REAL: SIM}.get(own.name)
+    if other is None or not (own.parent / other / RESULT).is_file():
+        return []
+    return [f"This is one side alone; twinbed-report {folder.parent} sets it beside {other}/."]
+
+
 def _load_swept(folder: Path) -> SweptRun:
+    overrides: Mapping[str, str] = {}
     try:
-        return _read_swept(folder)
-    except ValueError as err:
-        return SweptRun(folder.name, _overrides(folder), None, None, None, broken=str(err))
+        overrides = _overrides(folder)
+        return _read_swept(folder, overrides)
+    except (ValueError, OSError) as err:
+        return SweptRun(folder.name, overrides, None, None, None, broken=str(err))
 
 
-def _read_swept(folder: Path) -> SweptRun:
+def _read_swept(folder: Path, overrides: Mapping[str, str]) -> SweptRun:
     sim = real = None
     if (folder / RESULT).is_file():
         result = _result(folder)
@@ -132,7 +177,56 @@ def _read_swept(folder: Path) -> SweptRun:
         sim = _result(folder / SIM) if (folder / SIM / RESULT).is_file() else None
         real = _result(folder / REAL) if (folder / REAL / RESULT).is_file() else None
     parity = _json(folder / PARITY) if (folder / PARITY).is_file() else None
-    return SweptRun(folder.name, _overrides(folder), sim, real, parity)
+    return SweptRun(folder.name, overrides, sim, real, parity)
+
+
+def _load_validation(folder: Path) -> Validation:
+    path = folder / VALIDATION
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            rows = [_validated(row, f"{path}:{reader.line_num}") for row in reader]
+    except (UnicodeDecodeError, csv.Error) as err:
+        raise ValueError(f"{path}: broken: {err}") from err
+    if not rows:
+        raise ValueError(f"{path}: no rows in it")
+    beside = folder / VALIDATION_STATISTICS
+    found = _json(beside) if beside.is_file() else {}
+    tables, gates = found.get("tables") or {}, found.get("gates") or []
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+        raise ValueError(f"{beside}: tables must be an object of objects")
+    if not isinstance(gates, list) or not all(isinstance(gate, dict) for gate in gates):
+        raise ValueError(f"{beside}: gates must be a list of objects")
+    return Validation(folder, rows, {k: t.get("statistics") or {} for k, t in tables.items()}, gates)
+
+
+def _validated(cells: Mapping[str | None, Any], where: str) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for column in (*_TEXTS, "paper", "ours", "rel_error", "fitted", "verified"):
+        if not isinstance(cells.get(column), str):
+            raise ValueError(f"{where}: column {column} is missing")
+        text = cells[column]
+        if column in ("fitted", "verified"):
+            if text not in _FLAGS:
+                raise ValueError(f"{where}: column {column}: {text!r} must be one of {list(_FLAGS)}")
+            row[column] = _FLAGS[text]
+        elif column in _TEXTS:
+            row[column] = text
+        elif text or column == "paper":
+            row[column] = _figure(text, f"{where}: column {column}")
+        else:
+            row[column] = None
+    return row
+
+
+def _figure(text: str, where: str) -> float:
+    try:
+        found = float(text)
+    except ValueError as err:
+        raise ValueError(f"{where}: {text!r} is not a number") from err
+    if not math.isfinite(found):
+        raise ValueError(f"{where}: {text!r} must be finite")
+    return found
 
 
 def _overrides(folder: Path) -> dict[str, str]:
@@ -144,7 +238,7 @@ def _overrides(folder: Path) -> dict[str, str]:
         pairs = [str(line).lstrip("+~").partition("=") for line in lines]
     except (yaml.YAMLError, TypeError, UnicodeDecodeError) as err:
         raise ValueError(f"{path}: broken: {err}") from err
-    return {key: text for key, _, text in pairs}
+    return {key: _ESCAPED.sub(r"\1", text) for key, _, text in pairs}
 
 
 def _read(folder: Path) -> Record:
@@ -174,6 +268,11 @@ def _check_result(result: object, path: Path) -> None:
         raise ValueError(f"{path}: expected a JSON object, found {type(result).__name__}")
     if result.get("target") not in (SIM, REAL):
         raise ValueError(f"{path}: target={result.get('target')!r}: must be one of {[SIM, REAL]}")
+    version, status = result.get("schema_version"), result.get("status")
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"{path}: schema_version={version!r}: only {SCHEMA_VERSION} is known here")
+    if status not in STATUSES:
+        raise ValueError(f"{path}: status={status!r}: must be one of {list(STATUSES)}")
     groups = ("experiment", "iteration_s", "phases_s", "comm", "memory_bytes")
     for key in groups:
         if not isinstance(result.get(key) or {}, dict):

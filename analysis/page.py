@@ -1,75 +1,27 @@
-"""A report's files: the HTML page, its plots as PNG, the CSV behind each, and the timelines for Perfetto."""
+"""The reports of a run and of a multirun: which sections, figures and tables they have."""
 
-import base64
 import json
-import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import jinja2
 import pandas as pd
 import yaml
-from matplotlib.figure import Figure
 
 from . import plots, show, tables, wording
+from .blocks import PAGE, Block, Report, Section, html, terminal
 from .load import Run, Sweep
+from .naming import policy_name
 from .parity import PHASES, compare_records
-from .show import ShownTable
-from .timelines import iteration_timeline, merged_trace
+from .timelines import held, iteration_timeline, merged_trace
 
-PAGE, TRACE = "report.html", "report_timeline.json"
+TRACE = "report_timeline.json"
 
+_RESIDENT = "resident size of the process, with Python and torch in it"
 _PERFETTO = (
-    f"{TRACE}, beside this page, holds the whole run. To look into it, open ui.perfetto.dev in a browser, "
+    f"{TRACE}, beside this page, holds {{held}}. To look into it, open ui.perfetto.dev in a browser, "
     "choose “Open trace file” and pick it. Processes are called “sim rank 0”, “real rank 0” and so on; each "
     "has a track for each stream. The file stays on your machine."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A piece of a section: a paragraph, list, table, figure or code, whichever is given."""
-
-    text: str = ""
-    items: Sequence[str] = ()
-    table: ShownTable | None = None
-    figure_uri: str = ""
-    code: str = ""
-    caption: str = ""
-    csv: str = ""  # file name, beside the page
-    folded: bool = False  # behind a click
-    wide: bool = False  # scrolls on a narrow screen instead of shrinking
-
-
-@dataclass(slots=True)
-class Section:
-    key: str
-    title: str
-    short: str  # in the navigation
-    blocks: list[Block] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Report:
-    """What a report writes (name -> content) and what it prints."""
-
-    files: dict[str, bytes] = field(default_factory=dict)
-    terminal: str = ""
-    parity: dict[str, Any] | None = None
-
-    def add_table(self, name: str, table: pd.DataFrame) -> str:
-        """Keep the CSV behind a table or figure; returns its file name."""
-        file = f"report_{name}.csv"
-        self.files[file] = table.to_csv(index=False, lineterminator="\n").encode()
-        return file
-
-    def add_figure(self, name: str, figure: Figure) -> str:
-        """Keep the PNG of a figure; returns it as a data URI."""
-        png = plots.png(figure)
-        self.files[f"report_{name}.png"] = png
-        return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
 def run_report(run: Run) -> Report:
@@ -79,7 +31,7 @@ def run_report(run: Run) -> Report:
         report.parity = compare_records(run.sim, run.real, replay_equal=run.replay_equal, void=run.void)
     sentences = wording.summary(run, report.parity)
     warnings = wording.warnings(run, report.parity)
-    policy = tables.policy_name(run.main.result)
+    policy = policy_name(run.main.result)
     sections = [
         _parity_section(report, run),
         _iteration_section(report, run, policy),
@@ -88,13 +40,13 @@ def run_report(run: Run) -> Report:
         _memory_section(report, run),
         _loss_section(report, [(wording.title(run), run.main.result)]),
         _timeline_section(report, run),
-        _inputs_section(run),
+        _inputs_section(report, run),
         _warnings_section(warnings),
         _configuration_section(run.main.result),
     ]
     heading = wording.title(run)
-    report.files[PAGE] = _html(heading, sentences, _chips(run, report.parity), sections)
-    report.terminal = _terminal(heading, sentences, warnings, sections[0])
+    report.files[PAGE] = html(heading, sentences, _chips(run, report.parity), sections)
+    report.terminal = terminal(heading, sentences, warnings, sections[0])
     return report
 
 
@@ -111,10 +63,14 @@ def sweep_report(sweep: Sweep) -> Report:
         Block(
             text="Iteration time is measured where there was a real run (in brackets its smallest and "
             "largest iteration), else predicted (in brackets the range over the guessed inputs). The "
-            "speed-up is against the first run that succeeded."
+            "speed-up is against the first run that succeeded. Bytes are the mean of a rank in an iteration."
+            + (f" Peak memory is measured as the {_RESIDENT}." if _resident(sweep) else "")
         )
     )
     runs.blocks.append(Block(table=shown, csv=csv))
+    void = wording.sweep_voids(sweep)
+    if void:
+        runs.blocks.append(Block(text="Runs whose times are void:", items=void))
     failures = wording.sweep_failures(sweep)
     if failures:
         runs.blocks.append(Block(text="Runs that did not succeed:", items=failures))
@@ -135,9 +91,18 @@ def sweep_report(sweep: Sweep) -> Report:
     sections.append(_warnings_section(warnings))
     sections.append(_configuration_section(results[0][1], note="Of the first run that left a record."))
     heading = f"Multirun over {', '.join(keys)}" if keys else "Multirun"
-    report.files[PAGE] = _html(heading, sentences, [], sections)
-    report.terminal = _terminal(heading, sentences, [], runs)
+    chips = [(f"times void in {len(void)} of {len(sweep.runs)} runs", "bad")] if void else []
+    report.files[PAGE] = html(heading, sentences, chips, sections)
+    report.terminal = terminal(heading, sentences, [], runs)
     return report
+
+
+def _resident(sweep: Sweep) -> bool:
+    """Whether a peak in the table is a process' resident size."""
+    clusters = [
+        ((run.real or {}).get("experiment") or {}).get("cluster") or {} for run in sweep.runs if run.real
+    ]
+    return any(cluster.get("backend", "gloo") != "nccl" for cluster in clusters)
 
 
 def _parity_section(report: Report, run: Run) -> Section:
@@ -149,7 +114,7 @@ def _parity_section(report: Report, run: Run) -> Section:
         section.blocks.append(
             Block(
                 text="The ratio is predicted over measured: 1 is exact, above 1 the prediction is too high. "
-                "Bytes and collectives are the mean of a rank in an iteration. The last column is what one "
+                "Bytes and collectives per rank are means, of one iteration. The last column is what one "
                 "would say without a simulator: the bytes that the busiest node sends in an iteration over "
                 "the nominal bandwidth of its links, and nothing else."
             )
@@ -283,7 +248,8 @@ def _memory_section(report: Report, run: Run) -> Section:
     csv = report.add_table("memory", table)
     caption = (
         "Largest size of each class on the fullest rank. The black mark is the peak. Simulated: the sum of all "
-        "classes, an upper bound. Measured: what the process or the device held at most."
+        "classes, an upper bound. Measured: "
+        + (f"the {_RESIDENT}." if tables.measures_residence(run) else "what the device held at most.")
     )
     uri = report.add_figure("memory", plots.memory_figure(table))
     section.blocks.append(Block(figure_uri=uri, caption=caption, csv=csv))
@@ -293,7 +259,7 @@ def _memory_section(report: Report, run: Run) -> Section:
 
 def _loss_section(report: Report, results: Sequence[tuple[str, Mapping[str, Any]]]) -> Section:
     section = Section("losses", "Losses", "Losses")
-    runs = [(label, tables.policy_name(r), r["loss"]) for label, r in results if r.get("loss")]
+    runs = [(label, policy_name(r), r["loss"]) for label, r in results if r.get("loss")]
     table = tables.loss_table(runs)
     if not table["loss"].notna().any():
         section.blocks.append(
@@ -329,15 +295,23 @@ def _timeline_section(report: Report, run: Run) -> Section:
     )
     uri = report.add_figure("timeline", plots.timeline_figure(timeline))
     section.blocks.append(Block(figure_uri=uri, caption=caption, csv=csv, wide=True))
-    section.blocks.append(Block(text=_PERFETTO))
+    section.blocks.append(Block(text=_PERFETTO.format(held=held(run))))
     return section
 
 
-def _inputs_section(run: Run) -> Section:
+def _inputs_section(report: Report, run: Run) -> Section:
     section = Section("inputs", "What the prediction rests on", "Inputs")
-    guessed, fitted = wording.listed(run, "guessed_inputs"), wording.listed(run, "fitted_constants")
-    section.blocks.append(Block(text="Guessed inputs:" + ("" if guessed else " none."), items=guessed))
-    section.blocks.append(Block(text="Fitted constants:" + ("" if fitted else " none."), items=fitted))
+    for key, title in (("guessed_inputs", "Guessed inputs"), ("fitted_constants", "Fitted constants")):
+        table, listed = tables.input_table(run, key), wording.listed(run, key)
+        some = len(table) or listed
+        section.blocks.append(
+            Block(
+                text=f"{title}:" if some else f"{title}: none.",
+                items=listed,
+                table=show.input_shown(table) if len(table) else None,
+                csv=report.add_table(key, table) if len(table) else "",
+            )
+        )
     return section
 
 
@@ -364,8 +338,9 @@ def _sweep_plot_section(report: Report, sweep: Sweep, table: pd.DataFrame, keys:
     if not len(timed):
         section.blocks.append(Block(text="No run gave an iteration time."))
         return section
+    out_of_memory = bool((timed["status"] == "oom").any())
     results = {run.number: run.main or {} for run in sweep.runs}
-    timed["policy"] = [tables.policy_name(results[number]) for number in timed["run"]]
+    timed["policy"] = [policy_name(results[number]) for number in timed["run"]]
     x = _numeric_key(timed, keys)
     if x is not None:
         timed[x] = pd.to_numeric(timed[x])
@@ -379,9 +354,15 @@ def _sweep_plot_section(report: Report, sweep: Sweep, table: pd.DataFrame, keys:
         timed["series"] = labels
     for column in ("iteration_s", "low_s", "high_s"):
         timed[column] = timed[column].astype(float)
-    csv = report.add_table("times", timed[[x, "series", "policy", "iteration_s", "low_s", "high_s"]])
+    csv = report.add_table(
+        "times", timed[[x, "series", "policy", "status", "iteration_s", "low_s", "high_s"]]
+    )
     uri = report.add_figure("times", plots.sweep_figure(timed, x=x))
-    section.blocks.append(Block(figure_uri=uri, caption="Error bars: as the brackets in the table.", csv=csv))
+    caption = "Error bars: as the brackets in the table."
+    caption += (
+        " Crossed out: does not fit in memory; the time is what it would take." if out_of_memory else ""
+    )
+    section.blocks.append(Block(figure_uri=uri, caption=caption, csv=csv))
     return section
 
 
@@ -424,33 +405,3 @@ def _chips(run: Run, parity: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     if parity["void"]:
         chips.append(("times void", "bad"))
     return chips
-
-
-def _terminal(heading: str, sentences: Sequence[str], warnings: Sequence[str], section: Section) -> str:
-    lines = [heading, ""]
-    lines += [_wrapped(sentence) for sentence in sentences]
-    for block in section.blocks:
-        if block.table is not None:
-            lines += ["", show.render_text(block.table).rstrip("\n")]
-        elif block.items:
-            lines += ["", _wrapped(block.text), *(_wrapped(f"- {item}") for item in block.items)]
-    lines += ["", *(_wrapped(f"warning: {item}") for item in warnings)] if warnings else []
-    return "\n".join(lines) + "\n"
-
-
-def _wrapped(sentence: str) -> str:
-    return textwrap.fill(sentence, 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-
-
-def _html(
-    heading: str, sentences: Sequence[str], chips: Sequence[tuple[str, str]], sections: Sequence[Section]
-) -> bytes:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    template = environment.get_template("report.html.j2")
-    return template.render(heading=heading, sentences=sentences, chips=chips, sections=sections).encode()

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from .record import Decision, LedgerRow, Record, write_text
+from .record import LEDGER, Decision, LedgerRow, Record, write_text
 
 PARITY = "parity.json"
 PHASES = ("compute", "comm_exposed", "comm_total", "quantize", "idle")
@@ -45,8 +45,8 @@ def compare_records(
 
     Returns:
         `status` is `failed` if either run failed, the ledgers differ or the replay did; `reasons` says which.
-        `ledger_equal` is None when a run that stopped early left no whole ledger to compare. Ratios are
-        predicted / measured, None where either side is missing or nothing was measured.
+        `ledger_equal` is None when a run that stopped early left no whole ledger to compare, or the file is gone.
+        Ratios are predicted / measured, None where either side is missing or nothing was measured.
 
     Raises:
         ValueError: If a folded row's class cannot be told from the record.
@@ -55,6 +55,11 @@ def compare_records(
         f"{side}: {record.result.get('error') or 'failed without a reason'}"
         for side, record in (("simulation", sim), ("real run", real))
         if record.result.get("status") == "failed"
+    ]
+    reasons += [
+        f"{side}: the run left no {LEDGER}"
+        for side, record in (("simulation", sim), ("real run", real))
+        if lacks_ledger(record)
     ]
     # out of memory before the first collective: an empty ledger is no ledger
     stopped = any(record.result.get("status") == "oom" and not record.ledger for record in (sim, real))
@@ -74,6 +79,9 @@ def compare_records(
             "sim": sum(row.count for row in sim.ledger),
             "runtime": sum(row.count for row in real.ledger),
         },
+        "ledger_missing": [
+            side for side, record in (("sim", sim), ("runtime", real)) if lacks_ledger(record)
+        ],
         "first_difference": difference,
         "replay_equal": replay_equal,
         "num_decisions": {"sim": len(sim.decisions), "runtime": len(real.decisions)},
@@ -90,6 +98,21 @@ def compare_records(
         "void_reason": void,
         "experiment_differences": experiment_differences(sim.result, real.result),
     }
+
+
+def lacks_ledger(record: Record) -> bool:
+    """Whether a run that came to its end has no ledger file: what it communicated is not known."""
+    return LEDGER in record.missing and record.result.get("status") != "failed"
+
+
+def unrelated(sim: Mapping[str, Any], real: Mapping[str, Any]) -> list[str]:
+    """Why two results cannot be a prediction and its run: `key: predicted / measured`."""
+    sizes = ("cluster.nodes", "cluster.devices_per_node")
+    return [
+        difference
+        for difference in experiment_differences(sim, real)
+        if difference.startswith("model.") or difference.partition(":")[0] in sizes
+    ]
 
 
 def write_parity(folder: Path, parity: Mapping[str, Any]) -> Path:
@@ -212,8 +235,19 @@ def ratio(predicted: float | None, measured: float | None) -> float | None:
 
 def value(record: Record, group: str, key: str) -> float | None:
     """`result[group][key]` as a number, or None where it is missing."""
-    found = (record.result.get(group) or {}).get(key)
+    return value_of(record.result, group, key)
+
+
+def value_of(result: Mapping[str, Any], group: str, key: str) -> float | None:
+    """As `value`, of a result alone."""
+    found = (result.get(group) or {}).get(key)
     return float(found) if isinstance(found, int | float) else None
+
+
+def void_reason(parity: Mapping[str, Any]) -> str | None:
+    """Why the times of a run mean nothing, from its parity.json; None where they do."""
+    void = parity.get("void_reason") or parity.get("void")  # the reason may stand in `void` itself
+    return void if isinstance(void, str) else "no reason given" if void else None
 
 
 def _expanded(record: Record) -> list[LedgerRow]:

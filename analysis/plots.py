@@ -1,6 +1,7 @@
 """Figures of a report: one pure function each, DataFrame -> Figure. Agg, no pyplot, no global state."""
 
 import io
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from .tables import MEMORY, SIDES, records
+from .units import scale
 
 # One colour for each policy, in every figure of the project.
 POLICY_COLOURS = {
@@ -44,7 +46,10 @@ _NAMES = {
     "intra_node": "inside\nthe node",
     "wire": "on the\nwire",
 }
-_INK, _GRID = "#1d2733", "#dfe4ea"
+_SERIES_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b")
+_STYLES = ("-", "--", ":", "-.")
+_INK, _GRID, _BAD = "#1d2733", "#dfe4ea", "#b3261e"
+_OOM = "does not fit in memory"
 
 
 def iteration_figure(times: pd.DataFrame, *, policy: str, naive_s: float | None) -> Figure:
@@ -88,12 +93,13 @@ def volume_figure(volumes: pd.DataFrame, *, policy: str) -> Figure:
 
 
 def phase_figure(phases: pd.DataFrame, *, policy: str) -> Figure:
-    """Seconds of an iteration in each phase; `phases`: `tables.phase_table`."""
-    figure, axes = _figure(5.8, 3.2)
-    scaled = phases.rename(columns={"seconds": "amount"})
+    """Time of an iteration in each phase; `phases`: `tables.phase_table`."""
+    figure, axes = _figure(6.8, 3.2)  # narrower, the names of the phases touch
+    factor, unit = scale("s", phases["seconds"])
+    scaled = phases.assign(amount=phases["seconds"] / factor)
     order = ("compute", "comm_exposed", "comm_total", "quantize", "idle")
     _grouped(axes, scaled, "phase", order, _policy_colour(policy))
-    axes.set_ylabel("time in one iteration (s)")
+    axes.set_ylabel(f"time in one iteration ({unit})")
     return figure
 
 
@@ -145,13 +151,12 @@ def loss_figure(losses: pd.DataFrame) -> Figure:
     Runs of one policy (several seeds, say) share its colour and differ in line style.
     """
     figure, axes = _figure(5.8, 3.4)
-    styles = ("-", "--", ":", "-.")
     seen: dict[str, int] = {}
     labels = list(dict.fromkeys(losses["label"]))
     for label in labels:
         rows = losses[losses["label"] == label]
         policy = str(rows["policy"].iloc[0])
-        style = styles[seen.get(policy, 0) % len(styles)]
+        style = _STYLES[seen.get(policy, 0) % len(_STYLES)]
         seen[policy] = seen.get(policy, 0) + 1
         values = rows["loss"].astype(float)
         axes.plot(
@@ -202,11 +207,12 @@ def timeline_figure(timeline: pd.DataFrame) -> Figure:
 
 
 def sweep_figure(sweep: pd.DataFrame, *, x: str, y: str = "iteration_s") -> Figure:
-    """Iteration time of a multirun's successful runs.
+    """Iteration time of a multirun's runs that gave one; those that do not fit in memory are crossed out.
 
     Args:
-        sweep: Columns `x`, `series`, `policy`, `y`, `low_s`, `high_s`. A numeric `x` gives a line a series,
-            anything else a bar a run. Error bars go from low to high.
+        sweep: Columns `x`, `series`, `policy`, `status`, `y`, `low_s`, `high_s`. A numeric `x` gives a line a
+            series, anything else a bar a run. Error bars go from low to high. Lines have their policy's colour,
+            or one each where all are of one policy.
         x: The column on the horizontal axis, also its title.
     """
     figure, axes = _figure(6.2, 3.8)
@@ -218,23 +224,37 @@ def sweep_figure(sweep: pd.DataFrame, *, x: str, y: str = "iteration_s") -> Figu
     frame = sweep.assign(down=errors[0], up=errors[1])
     if numeric:
         markers = ("o", "s", "^", "D", "v")
-        for i, series in enumerate(dict.fromkeys(frame["series"])):
+        labels = list(dict.fromkeys(frame["series"]))
+        one_policy = frame["policy"].nunique() == 1 and len(labels) > 1
+        seen: Counter[str] = Counter()
+        for i, series in enumerate(labels):
             rows = frame[frame["series"] == series].sort_values(x)
+            policy = str(rows["policy"].iloc[0])
             axes.errorbar(
                 rows[x],
                 rows[y],
                 yerr=[rows["down"], rows["up"]] if (rows["down"] + rows["up"]).any() else None,
                 marker=markers[i % len(markers)],
-                color=_policy_colour(str(rows["policy"].iloc[0])),
+                linestyle=_STYLES[0 if one_policy else seen[policy] % len(_STYLES)],
+                color=_SERIES_COLOURS[i % len(_SERIES_COLOURS)] if one_policy else _policy_colour(policy),
                 label=str(series) or None,
                 capsize=3,
             )
+            seen[policy] += 1
+        out = frame[frame["status"] == "oom"]
+        if len(out):
+            axes.plot(out[x], out[y], "x", color=_BAD, markersize=11, markeredgewidth=2, label=_OOM, zorder=5)
         axes.set_xticks(sorted(set(frame[x])))
-        if any(frame["series"]):
+        if any(frame["series"]) or len(out):
             axes.legend(frameon=False, fontsize=9)
     else:
         for position, row in enumerate(records(frame)):
             axes.bar(position, row[y], width=0.65, color=_policy_colour(str(row["policy"])))
+            if row["status"] == "oom":
+                named = _OOM in axes.get_legend_handles_labels()[1]
+                look: dict[str, Any] = {"color": _BAD, "markersize": 11, "markeredgewidth": 2, "zorder": 5}
+                axes.plot(position, row[y], "x", label=None if named else _OOM, **look)
+                axes.legend(frameon=False, fontsize=9)
             if row["down"] or row["up"]:
                 spread = [[row["down"]], [row["up"]]]
                 axes.errorbar(position, row[y], yerr=spread, color=_INK, capsize=3, linewidth=1)

@@ -4,15 +4,18 @@
 """
 
 import csv
+import itertools
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 SCHEMA_VERSION = 1
+STATUSES = ("ok", "oom", "failed")
 RESULT, LEDGER, DECISIONS, TIMELINE = "result.json", "ledger.csv", "decisions.jsonl", "timeline.json"
 
 
@@ -70,6 +73,7 @@ class Record:
     ledger: list[LedgerRow] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    missing: tuple[str, ...] = ()  # files that a folder lacks: what they would hold is not known to be empty
 
 
 def new_result(target: str, experiment: Mapping[str, Any], *, seed: int, git_commit: str) -> dict[str, Any]:
@@ -175,13 +179,14 @@ def write_record(folder: Path, record: Record) -> None:
         OSError: If the folder cannot be written, with the file's name.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    ledger = [[f.name for f in fields(LedgerRow)], *(list(astuple(row)) for row in record.ledger)]
-    write_text(folder / LEDGER, _csv(ledger))
-    lines = [
-        json.dumps({"rank": d.rank, "iteration": d.iteration, "event": d.event, "action": d.action})
+    columns = [f.name for f in fields(LedgerRow)]
+    cells = attrgetter(*columns)  # dataclasses.astuple copies each value: minutes, where a ledger is long
+    write_text(folder / LEDGER, _csv(itertools.chain([columns], map(cells, record.ledger))))
+    lines = (
+        json.dumps({"rank": d.rank, "iteration": d.iteration, "event": d.event, "action": d.action}) + "\n"
         for d in record.decisions
-    ]
-    write_text(folder / DECISIONS, "".join(line + "\n" for line in lines))
+    )
+    write_text(folder / DECISIONS, lines)
     write_text(folder / TIMELINE, json.dumps(trace_events(record.spans)))
     write_text(folder / RESULT, json.dumps(record.result, indent=1, allow_nan=False) + "\n")
 
@@ -201,7 +206,8 @@ def read_record(folder: Path) -> Record:
         spans = _read_spans(folder / TIMELINE)
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as err:
         raise ValueError(f"{folder}: broken record: {err}") from err
-    return Record(result, ledger, decisions, spans)
+    missing = tuple(name for name in (LEDGER, DECISIONS, TIMELINE) if not (folder / name).is_file())
+    return Record(result, ledger, decisions, spans, missing)
 
 
 def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
@@ -230,12 +236,15 @@ def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that it appears whole or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+def write_text(path: Path, text: str | Iterable[str]) -> None:
+    """Write a file so that it appears whole or not at all. `text`: in one, or in pieces."""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as err:  # it names the temporary file
+        raise OSError(err.errno, f"cannot write {path}: {err.strerror}") from err
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
+            file.writelines((text,) if isinstance(text, str) else text)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException as err:
@@ -245,8 +254,8 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
-def _csv(rows: Iterable[Sequence[object]]) -> str:
-    return "".join(",".join(str(cell) for cell in row) + "\n" for row in rows)
+def _csv(rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    return (",".join(map(str, row)) + "\n" for row in rows)
 
 
 def _read_ledger(path: Path) -> list[LedgerRow]:

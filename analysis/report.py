@@ -8,15 +8,21 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .load import REAL, SIM, Run, Sweep, load, load_side
-from .page import PAGE, TRACE, Report, run_report, sweep_report
-from .parity import PARITY
+from .blocks import PAGE, Report
+from .load import REAL, SIM, Run, Sweep, Validation, load, load_side
+from .page import TRACE, run_report, sweep_report
+from .parity import PARITY, unrelated
+from .validation import validation_report
 
-BAD_INPUT, CANNOT_WRITE = 2, 1
+BAD_INPUT, CANNOT_WRITE, DISAGREE = 2, 1, 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code: 0, 2 for folders that are no records, 1 where output cannot go."""
+    """The command. Returns the exit code.
+
+    0; 2 for folders that are no records, or two that are no prediction and its run; 1 where output cannot go;
+    3 where --compare finds that the two do not agree (`parity.json` says `failed`).
+    """
     parser = _parser()
     options = parser.parse_args(argv)
     if (options.folder is None) == (options.compare is None):
@@ -40,16 +46,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout.write(f"\n  report: {folder / PAGE}\n")
     if TRACE in report.files:
         sys.stdout.write(f"  timelines, for ui.perfetto.dev: {folder / TRACE}\n")
+    if options.compare and report.parity is not None and report.parity["status"] != "ok":
+        sys.stderr.write(f"twinbed-report: {'; '.join(report.parity['reasons'])}\n")
+        return DISAGREE
     return 0
 
 
 def build_report(folder: Path) -> Report:
-    """All files of the report on a run's, a `target=both` or a multirun folder; nothing is written yet.
+    """All files of the report on a run's, a `target=both`, a multirun or a validation folder; nothing is written yet.
 
     Raises:
         ValueError: If the folder is missing, holds no record, or a file in it is broken.
     """
     found = load(folder)
+    if isinstance(found, Validation):
+        return validation_report(found)
     return sweep_report(found) if isinstance(found, Sweep) else run_report(found)
 
 
@@ -78,6 +89,14 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 def _compare(sim_folder: Path, real_folder: Path) -> tuple[Report, Path]:
     """A prediction made elsewhere beside a run made later; the report goes to `compare/` in its folder."""
     run = Run(real_folder, sim=load_side(sim_folder, SIM), real=load_side(real_folder, REAL))
+    assert run.sim is not None
+    assert run.real is not None
+    differ = unrelated(run.sim.result, run.real.result)
+    if differ:
+        raise ValueError(
+            f"{sim_folder} does not predict {real_folder}: they are different experiments (predicted / measured): "
+            + "; ".join(differ)
+        )
     report = run_report(run)
     report.files[PARITY] = (json.dumps(report.parity, indent=1, allow_nan=False) + "\n").encode()
     return report, real_folder / "compare"
@@ -93,7 +112,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         type=Path,
         nargs="?",
-        help="a run's folder (result.json), a target=both folder (sim/, runtime/), or a multirun folder",
+        help="a run's folder (result.json), a target=both folder (sim/, runtime/), a multirun folder, or one that "
+        "twinbed-validate --out wrote",
     )
     parser.add_argument(
         "--compare",

@@ -8,13 +8,9 @@ import pandas as pd
 
 from .parity import COMPARED
 from .tables import SIDES, records
+from .units import MISSING_TEXT, is_absent, number, scale
 
-MISSING_TEXT = "-"
 MAX_ROWS = 32
-_STEPS = {
-    "s": ((1e-6, "µs"), (1e-3, "ms"), (1.0, "s")),
-    "byte": ((1.0, "B"), (1e3, "kB"), (1e6, "MB"), (1e9, "GB"), (1e12, "TB")),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +87,15 @@ def other_shown(table: pd.DataFrame) -> ShownTable:
     return _without_empty(ShownTable(("quantity", "unit", *SIDES), tuple(rows), 2))
 
 
+def input_shown(table: pd.DataFrame) -> ShownTable:
+    """What a prediction rests on: texts as they are, numbers to four digits."""
+    cells = [
+        tuple(number(item) if isinstance(item, int | float) else text(item) for item in row.values())
+        for row in records(table)
+    ]
+    return ShownTable(tuple(str(column) for column in table.columns), tuple(cells), len(table.columns))
+
+
 def difference_shown(difference: Mapping[str, Any]) -> ShownTable:
     """The two rows of `parity.first_difference` side by side, a line a column, differing ones marked."""
     rows = []
@@ -105,7 +110,7 @@ def sweep_shown(table: pd.DataFrame, keys: Sequence[str]) -> ShownTable:
     """A row a run. Columns that no run fills are left out."""
     times = [*table["iteration_s"], *table["low_s"], *table["high_s"], *table["predicted_s"]]
     factor, unit = scale("s", _numbers(times))
-    byte_factor, byte_unit = scale("byte", _numbers(table["inter_node_bytes_per_node"]))
+    byte_factor, byte_unit = scale("byte", _numbers(table["inter_node_bytes_per_rank"]))
     peak_factor, peak_unit = scale("byte", _numbers(table["peak_memory_bytes"]))
     equal = {True: "equal", False: "DIFFER"}
     columns: dict[str, list[str]] = {"run": [str(item) for item in table["run"]]}
@@ -115,13 +120,14 @@ def sweep_shown(table: pd.DataFrame, keys: Sequence[str]) -> ShownTable:
     columns[f"iteration ({unit})"] = [_with_range(row, factor) for row in records(table)]
     columns[f"predicted ({unit})"] = [number(item, factor) for item in table["predicted_s"]]
     columns["predicted / measured"] = [_ratio(item) for item in table["ratio"]]
+    columns["times"] = ["VOID" if item else MISSING_TEXT for item in table["void"]]
     columns["ledgers"] = [
-        MISSING_TEXT if _absent(item) else equal[bool(item)] for item in table["ledger_equal"]
+        MISSING_TEXT if is_absent(item) else equal[bool(item)] for item in table["ledger_equal"]
     ]
     columns["tokens/s"] = [number(item) for item in table["tokens_per_s"]]
     columns["TFLOP/s per device"] = [number(item) for item in table["tflops_per_gpu"]]
-    columns[f"between nodes ({byte_unit} per node)"] = [
-        number(item, byte_factor) for item in table["inter_node_bytes_per_node"]
+    columns[f"between nodes ({byte_unit} per rank)"] = [
+        number(item, byte_factor) for item in table["inter_node_bytes_per_rank"]
     ]
     columns[f"peak memory ({peak_unit})"] = [number(item, peak_factor) for item in table["peak_memory_bytes"]]
     columns["speed-up"] = [_ratio(item) for item in table["speedup"]]
@@ -151,40 +157,17 @@ def render_text(table: ShownTable, *, indent: str = "  ") -> str:
     return "\n".join(text_lines) + "\n"
 
 
-def scale(unit: str, amounts: Iterable[float | None]) -> tuple[float, str]:
-    """What to divide by, and the unit's name then: the largest step not above the largest amount."""
-    steps = _STEPS.get(unit)
-    if steps is None:
-        return (0.01, "%") if unit == "fraction" else (1.0, "" if unit == "count" else unit)
-    largest = max((abs(amount) for amount in amounts if amount is not None and amount == amount), default=0.0)
-    fitting = [step for step in steps if step[0] <= largest]
-    if largest == 0:
-        return 1.0, steps[-1][1] if unit == "s" else steps[0][1]
-    return fitting[-1] if fitting else steps[0]
-
-
-def number(amount: object, factor: float = 1.0) -> str:
-    """About four digits, or a dash where there is nothing."""
-    if _absent(amount):
+def percent(error: object) -> str:
+    """A signed fraction as a percentage, or a dash where there is nothing."""
+    if is_absent(error):
         return MISSING_TEXT
-    assert isinstance(amount, int | float)
-    scaled = float(amount) / factor
-    if scaled == int(scaled) and abs(scaled) < 1e6:
-        return f"{int(scaled):,}"
-    if abs(scaled) >= 1e9:
-        return f"{scaled:.4g}"
-    return f"{scaled:,.0f}" if abs(scaled) >= 1000 else f"{scaled:.4g}"
-
-
-def amount_text(unit: str, amount: float | None) -> str:
-    """An amount with its unit, as in a sentence."""
-    factor, label = scale(unit, [amount])
-    return f"{number(amount, factor)} {label}".rstrip()
+    assert isinstance(error, int | float)
+    return f"{error:+.1%}"
 
 
 def text(item: object) -> str:
     """A cell that is no number."""
-    return MISSING_TEXT if _absent(item) else str(item)
+    return MISSING_TEXT if is_absent(item) else str(item)
 
 
 def _without_empty(table: ShownTable) -> ShownTable:
@@ -199,19 +182,15 @@ def _without_empty(table: ShownTable) -> ShownTable:
 
 
 def _ratio(amount: object) -> str:
-    return MISSING_TEXT if _absent(amount) else f"{amount:.3f}"
+    return MISSING_TEXT if is_absent(amount) else f"{amount:.3f}"
 
 
 def _with_range(row: dict[str, Any], factor: float) -> str:
     mean, low, high = row["iteration_s"], row["low_s"], row["high_s"]
-    if _absent(mean) or _absent(low) or _absent(high) or low == high:
+    if is_absent(mean) or is_absent(low) or is_absent(high) or low == high:
         return number(mean, factor)
     return f"{number(mean, factor)} ({number(low, factor)}-{number(high, factor)})"
 
 
 def _numbers(items: Iterable[object]) -> list[float]:
-    return [float(item) for item in items if isinstance(item, int | float) and not _absent(item)]
-
-
-def _absent(item: object) -> bool:
-    return item is None or item != item  # NaN is not itself
+    return [float(item) for item in items if isinstance(item, int | float) and not is_absent(item)]

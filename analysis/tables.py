@@ -7,11 +7,15 @@ from typing import Any
 import pandas as pd
 
 from .load import Run, Sweep, SweptRun
-from .parity import PHASES, VOLUMES, rank_classes, ratio, value
+from .parity import PHASES, VOLUMES, rank_classes, ratio, value, value_of, void_reason
 from .record import Record
 
 MEMORY = ("parameters", "gradients", "optimizer", "secondary_shard", "activations", "buffers")
 SIDES = ("predicted", "measured")
+
+PEAK = "peak memory"
+# What a rank on a CPU can measure of itself is more than what a prediction counts
+RESIDENT = "(measured: the process, with Python and torch)"
 
 # metric, unit, group of result.json ("" for the top level), key
 _PARITY_ROWS = (
@@ -25,12 +29,12 @@ _PARITY_ROWS = (
     ("communication, total", "s", "phases_s", "comm_total"),
     ("quantize", "s", "phases_s", "quantize"),
     ("idle", "s", "phases_s", "idle"),
-    ("payload", "byte", "comm", "payload_bytes"),
-    ("on the wire", "byte", "comm", "wire_bytes"),
-    ("between nodes", "byte", "comm", "inter_node_bytes"),
-    ("inside the node", "byte", "comm", "intra_node_bytes"),
-    ("collectives", "count", "comm", "collectives"),
-    ("peak memory", "byte", "memory_bytes", "peak"),
+    ("payload per rank", "byte", "comm", "payload_bytes"),
+    ("on the wire per rank", "byte", "comm", "wire_bytes"),
+    ("between nodes per rank", "byte", "comm", "inter_node_bytes"),
+    ("inside the node per rank", "byte", "comm", "intra_node_bytes"),
+    ("collectives per rank", "count", "comm", "collectives"),
+    (PEAK, "byte", "memory_bytes", "peak"),
 )
 _NAIVE_ROWS = ("iteration time, mean", "communication, total")
 
@@ -53,7 +57,7 @@ def parity_table(run: Run) -> pd.DataFrame:
             continue
         rows.append(
             {
-                "metric": metric,
+                "metric": f"{metric} {RESIDENT}" if metric == PEAK and measures_residence(run) else metric,
                 "unit": unit,
                 "predicted": predicted,
                 "measured": measured,
@@ -62,6 +66,14 @@ def parity_table(run: Run) -> pd.DataFrame:
             }
         )
     return _frame(rows, ["metric", "unit", "predicted", "measured", "ratio", "naive"])
+
+
+def measures_residence(run: Run) -> bool:
+    """Whether the real run's peak memory is its processes' resident size: there is no device to ask."""
+    if run.real is None or not value(run.real, "memory_bytes", "peak"):
+        return False
+    cluster = (run.real.result.get("experiment") or {}).get("cluster") or {}
+    return bool(cluster.get("backend", "gloo") != "nccl")
 
 
 def iteration_table(run: Run) -> pd.DataFrame:
@@ -204,12 +216,23 @@ def other_table(run: Run) -> pd.DataFrame:
     return _frame(rows, ["quantity", "unit", *SIDES])
 
 
+def input_table(run: Run, key: str) -> pd.DataFrame:
+    """`guessed_inputs` or `fitted_constants` of both sides, a row each, each once; plain text is left out."""
+    rows: list[dict[str, Any]] = []
+    for _, record in sides(run):
+        for item in record.result.get(key) or []:
+            if isinstance(item, Mapping) and item not in rows:
+                rows.append(dict(item))
+    return pd.DataFrame(rows, dtype=object)
+
+
 def sweep_table(sweep: Sweep) -> pd.DataFrame:
     """A row a run: its number, the swept overrides, status, error, times, rates, bytes, speed-up.
 
     `iteration_s` is measured where there is a real run, else predicted; `low_s` and `high_s` are its smallest
     and largest iteration, or the range over the guessed inputs. `speedup` is the first successful run's
-    iteration time over this one's. `inter_node_bytes_per_node` is per iteration, mean over nodes.
+    iteration time over this one's. `inter_node_bytes_per_rank` is per iteration, mean over ranks, as in
+    result.json. `void` says why the times of a run mean nothing, or is empty.
     """
     keys = swept_keys(sweep)
     rows: list[dict[str, Any]] = []
@@ -232,9 +255,12 @@ def sweep_table(sweep: Sweep) -> pd.DataFrame:
                 "predicted_s": predicted if both else None,
                 "ratio": ratio(predicted, mean) if both else None,
                 "ledger_equal": (run.parity or {}).get("ledger_equal") if both else None,
+                "void": void_reason(run.parity or {}) or "",
                 "tokens_per_s": result.get("tokens_per_s"),
                 "tflops_per_gpu": result.get("tflops_per_gpu"),
-                "inter_node_bytes_per_node": _per_node(result) if mean is not None else None,
+                "inter_node_bytes_per_rank": value_of(result, "comm", "inter_node_bytes")
+                if mean is not None
+                else None,
                 "peak_memory_bytes": (result.get("memory_bytes") or {}).get("peak") or None,
                 "speedup": ratio(first, mean),
                 "error": _sweep_error(run),
@@ -248,11 +274,6 @@ def swept_keys(sweep: Sweep) -> list[str]:
     keys = list(dict.fromkeys(key for run in sweep.runs for key in run.overrides))
     varied = [key for key in keys if len({run.overrides.get(key) for run in sweep.runs}) > 1]
     return varied or keys
-
-
-def policy_name(result: Mapping[str, Any]) -> str:
-    """`comm.name` of the experiment, or an empty string."""
-    return str(((result.get("experiment") or {}).get("comm") or {}).get("name") or "")
 
 
 def naive_s(run: Run) -> float | None:
@@ -303,12 +324,6 @@ def _node_bytes(record: Record) -> dict[int, float]:
         for member in classes[rank]:
             nodes[member // per_node] += totals[2] / iterations
     return dict(nodes)
-
-
-def _per_node(result: Mapping[str, Any]) -> float | None:
-    per_rank = (result.get("comm") or {}).get("inter_node_bytes")
-    ranks = ((result.get("experiment") or {}).get("cluster") or {}).get("devices_per_node")
-    return None if per_rank is None or ranks is None else float(per_rank) * int(ranks)
 
 
 def _sweep_status(run: SweptRun) -> str:

@@ -10,6 +10,7 @@ import pandas as pd
 from .load import Run
 from .record import Record, Span, trace_events
 from .tables import sides
+from .units import amount_text
 
 SHORT = {"predicted": "sim", "measured": "real"}
 
@@ -35,6 +36,19 @@ def merged_trace(run: Run) -> dict[str, Any]:
             else:
                 events.append(event | {"pid": pid})
     return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def held(run: Run) -> str:
+    """What `merged_trace` has of each side, in words."""
+    parts = []
+    for side, record in sides(run):
+        if not record.spans:
+            continue
+        ranks = len({span.rank for span in record.spans})
+        seconds = (max(s.end_ns for s in record.spans) - min(s.start_ns for s in record.spans)) / 1e9
+        what = "the first iterations of the prediction" if side == "predicted" else "the whole real run"
+        parts.append(f"{what} ({ranks} {'rank' if ranks == 1 else 'ranks'}, {amount_text('s', seconds)})")
+    return " and ".join(parts)
 
 
 def iteration_timeline(run: Run, *, max_ranks: int = 8) -> pd.DataFrame:

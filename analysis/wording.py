@@ -3,25 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
+from .advice import advice_sentence
 from .load import Run, Sweep
+from .naming import policy_words
 from .parity import value
 from .record import Record
-from .show import amount_text
-from .tables import naive_s, policy_name, records, sides, sweep_table, swept_keys
+from .tables import naive_s, records, sides, sweep_table, swept_keys
+from .units import amount_text
 
 CLOSE = 0.10  # a prediction within a tenth counts as right
-
-_POLICIES = {
-    "ddp": "plain data parallelism",
-    "ps": "a parameter server",
-    "zero1": "ZeRO-1",
-    "zero2": "ZeRO-2",
-    "zero3": "ZeRO-3",
-    "qwz": "ZeRO-3 with quantized weights (qwZ)",
-    "hpz": "ZeRO-3 with a copy of the weights in each node (hpZ)",
-    "qgz": "ZeRO-3 with quantized gradients (qgZ)",
-    "zeropp": "ZeRO++",
-}
 
 
 def title(run: Run) -> str:
@@ -51,11 +41,10 @@ def describe(result: Mapping[str, Any]) -> str:
     cluster, model = experiment.get("cluster") or {}, experiment.get("model") or {}
     if not cluster and not model:
         return "The record does not say what was run: its configuration is empty."
-    policy = policy_name(result)
-    policy_words = f"{_POLICIES.get(policy, 'the communication policy')} (comm={policy})" if policy else ""
     words = [f"Training {model.get('name') or 'a model'}"]
-    if policy_words:
-        words.append(f"with {policy_words}")
+    policy = policy_words(result)
+    if policy:
+        words.append(f"with {policy}")
     nodes, devices = cluster.get("nodes"), cluster.get("devices_per_node")
     if nodes and devices:
         words.append(f"on {_many(nodes, 'node')} of {_many(devices, 'rank')}")
@@ -74,6 +63,10 @@ def describe(result: Mapping[str, Any]) -> str:
 def ledger_sentence(parity: Mapping[str, Any]) -> str:
     """Whether both sides communicated alike."""
     rows = parity["ledger_rows"]
+    missing = parity.get("ledger_missing")
+    if missing:
+        sides = {"sim": "simulation", "runtime": "real run"}
+        return f"The ledgers were not compared: the {sides[missing[0]]} left no ledger.csv."
     if parity["ledger_equal"] is None:
         return "The ledgers were not compared: a side did not run to its end."
     if parity["ledger_equal"]:
@@ -118,9 +111,9 @@ def warnings(run: Run, parity: Mapping[str, Any] | None) -> list[str]:
 
 
 def listed(run: Run, key: str) -> list[str]:
-    """`guessed_inputs` or `fitted_constants` of both sides, as text, each once."""
+    """What of `guessed_inputs` or `fitted_constants` is plain text, each once; `tables.input_table` has the rest."""
     items = [item for _, record in sides(run) for item in (record.result.get(key) or [])]
-    return list(dict.fromkeys(_item(item) for item in items))
+    return list(dict.fromkeys(str(item) for item in items if not isinstance(item, Mapping)))
 
 
 def sweep_summary(sweep: Sweep) -> list[str]:
@@ -139,8 +132,13 @@ def sweep_summary(sweep: Sweep) -> list[str]:
             f"The fastest is run {run.number}{f' ({how})' if how else ''}: "
             f"{amount_text('s', float(best['iteration_s']))} an iteration."
         )
+    elif (table["status"] == "oom").any() and table["iteration_s"].notna().any():
+        sentences.append("No run fits in memory; the times are what an iteration would take if it did.")
     else:
         sentences.append("No run gave an iteration time.")
+    void = [str(row["run"]) for row in records(table) if row["void"]]
+    if void:
+        sentences.append(f"The times are void in run {', '.join(void)}: see below.")
     first = next((run.main for run in sweep.runs if run.main is not None), None)
     if first is not None:
         sentences.append(f"The first: {describe(first)}")
@@ -157,8 +155,17 @@ def sweep_failures(sweep: Sweep) -> list[str]:
         if row["status"] != "ok":
             how = ", ".join(f"{key}={run.overrides.get(key, '')}" for key in swept_keys(sweep))
             reason = row["error"] or "no reason was recorded"
-            found.append(f"run {run.number}{f' ({how})' if how else ''}, {row['status']}: {reason}")
+            advice = advice_sentence(run.main or {})
+            found.append(
+                f"run {run.number}{f' ({how})' if how else ''}, {row['status']}: {reason}"
+                + (f". {advice}" if advice else "")
+            )
     return found
+
+
+def sweep_voids(sweep: Sweep) -> list[str]:
+    """Each run whose times mean nothing, and why."""
+    return [f"run {row['run']}: {row['void']}" for row in records(sweep_table(sweep)) if row["void"]]
 
 
 def _times(run: Run, parity: Mapping[str, Any] | None) -> str:
@@ -168,16 +175,16 @@ def _times(run: Run, parity: Mapping[str, Any] | None) -> str:
     if predicted is None and measured is None:
         return f"There is no iteration time: {_why_untimed(run.main)}."
     if measured is None:
-        why = "there was no real run" if run.real is None else _why_untimed(run.real)
-        return f"Predicted: {amount_text('s', predicted)} an iteration. Not measured: {why}."
+        said = f"Predicted: {amount_text('s', predicted)} an iteration."
+        return said if run.real is None else f"{said} Not measured: {_why_untimed(run.real)}."
     assert run.real is not None
     times = run.real.result["iteration_s"]
     spread = f"mean of {times.get('n')}"
     if times.get("min") is not None and times.get("max") is not None:
         spread += f", {amount_text('s', times['min'])} to {amount_text('s', times['max'])}"
     if predicted is None:
-        why = "there was no simulation" if run.sim is None else _why_untimed(run.sim)
-        return f"Measured: {amount_text('s', measured)} an iteration ({spread}). Not predicted: {why}."
+        said = f"Measured: {amount_text('s', measured)} an iteration ({spread})."
+        return said if run.sim is None else f"{said} Not predicted: {_why_untimed(run.sim)}."
     off = predicted / measured - 1 if measured else 0.0
     verdict = f"within {CLOSE:.0%}" if abs(off) <= CLOSE else f"NOT within {CLOSE:.0%}"
     direction = "more" if off >= 0 else "less"
@@ -197,7 +204,8 @@ def _fate(side: str, record: Record) -> str:
     who = "simulation" if side == "predicted" else "real run"
     error = str(record.result.get("error") or "no reason was recorded").rstrip(".")
     if record.result.get("status") == "oom":
-        return f"The {who} says that this does not fit in memory: {error}."
+        said = f"The {who} says that this does not fit in memory: {error}."
+        return f"{said} {advice_sentence(record.result)}".rstrip()
     return f"The {who} failed: {error}."
 
 
@@ -211,9 +219,3 @@ def _why_untimed(record: Record) -> str:
 
 def _many(count: int, what: str) -> str:
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
-
-
-def _item(item: object) -> str:
-    if isinstance(item, Mapping):
-        return ", ".join(f"{key}: {part}" for key, part in item.items())
-    return str(item)

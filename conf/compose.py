@@ -1,25 +1,30 @@
 """From Hydra's config to typed, checked specs. Every error comes here, before any process starts."""
 
 import importlib.util
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from .deepspeed import read_deepspeed_config
 from .hf import read_hf_config
+from .hints import hint
 from .model_spec import ModelSpec, spec_from_keys
 from .schema import (
     Backend,
+    DeepSpeedConf,
+    Engine,
     ExperimentConf,
     GradientPath,
     HpzLifetime,
     Launch,
     Precision,
+    Recompute,
     Target,
 )
 
@@ -29,6 +34,9 @@ SCHEMA_NAME = "experiment_schema"
 
 # What a training of ours can run; the simulator takes any family that is counted.
 RUNTIME_FAMILIES = ("gpt",)
+
+# Keys of `model` that change a model which a file describes
+_BESIDE_A_FILE = ("layers", "vocab", "sequence")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +74,9 @@ def compose(overrides: Sequence[str] = ()) -> Composed:
         with initialize_config_module(config_module="twinbed.conf", version_base="1.3"):
             config = hydra_compose(CONFIG_NAME, overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as err:
-        cause = f": {err.__cause__}" if err.__cause__ is not None else ""
-        raise ValueError(f"{err}{cause}") from err
+        cause = f": {str(err.__cause__).splitlines()[0]}" if err.__cause__ is not None else ""
+        told = hint(err)
+        raise ValueError(f"{err}{cause}{f'; {told}' if told else ''}") from err
     return from_hydra(config)
 
 
@@ -78,6 +87,8 @@ def from_hydra(config: DictConfig) -> Composed:
         ValueError: Naming the key, its value and what would be legal.
     """
     warnings: list[str] = []
+    _check_keys(config, ExperimentConf, "")
+    _check_finite(OmegaConf.to_container(config, resolve=True), "")
     config = _import_deepspeed(config, warnings)
     experiment = _typed(config)
     spec = model_spec(experiment)
@@ -116,7 +127,7 @@ def model_spec(experiment: ExperimentConf) -> ModelSpec:
     if model.name == "hf" and model.config_json is None:
         raise ValueError("model.config_json must be given with model=hf: the path of a config.json")
     if model.config_json is not None:
-        spec = read_hf_config(Path(model.config_json))
+        spec = _with_keys(read_hf_config(Path(model.config_json)), experiment)
     else:
         keys = to_dict(experiment)["model"]
         keys.pop("config_json")
@@ -129,6 +140,48 @@ def model_spec(experiment: ExperimentConf) -> ModelSpec:
             f"{num_active_parameters(spec):,} active: expert parallelism is out of scope; use a dense model"
         )
     return spec
+
+
+def _check_keys(config: DictConfig, schema: type, prefix: str) -> None:
+    """Refuse keys that were added with `+`: nothing would read them."""
+    types = get_type_hints(schema)
+    for key in config:
+        name = str(key)
+        if name not in types:
+            raise ValueError(f"{prefix}{name}: there is no such key; use one of {sorted(types)}")
+        inner = None if OmegaConf.is_missing(config, name) else config[name]
+        if isinstance(inner, DictConfig) and is_dataclass(types[name]):
+            _check_keys(inner, types[name], f"{prefix}{name}.")
+
+
+def _check_finite(value: object, key: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{key}={value!r}: must be a finite number")
+    items: Iterable[tuple[object, object]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    for name, inner in items:
+        _check_finite(inner, f"{key}.{name}" if key else str(name))
+
+
+def _with_keys(spec: ModelSpec, experiment: ExperimentConf) -> ModelSpec:
+    """A file's model with the keys that may be given beside it: a part of the same model is still that model."""
+    model = experiment.model
+    given = {key: getattr(model, key) for key in _BESIDE_A_FILE if getattr(model, key) is not None}
+    for key in ("hidden", "heads", "kv_heads", "ffn"):
+        if getattr(model, key) is not None:
+            raise ValueError(
+                f"model.{key}={getattr(model, key)} with model.config_json={model.config_json!r}, which gives it: "
+                f"beside a file (model=hf) only {', '.join(f'model.{k}' for k in _BESIDE_A_FILE)} may be given; "
+                "change the file, or use model=gpt"
+            )
+    try:
+        return replace(spec, **given)
+    except ValueError as err:
+        told = ", ".join(f"model.{key}={item}" for key, item in given.items())
+        raise ValueError(f"{told} with model.config_json={model.config_json!r}: {err}") from err
 
 
 def _typed(config: DictConfig | Any) -> ExperimentConf:
@@ -153,6 +206,10 @@ def _import_deepspeed(config: DictConfig, warnings: list[str]) -> DictConfig:
             if value not in ("adamw", "sgd"):
                 raise ValueError(f"{path}: optimizer {value!r}: must be one of ['adamw', 'sgd']")
             key = "optimizer.name"
+        before = OmegaConf.select(config, key)
+        before = before.value if isinstance(before, Enum) else before
+        if key in imported.unsaid and before != value:
+            warnings.append(f"{path}: {key}={value} in place of {before}: {imported.unsaid[key]}")
         OmegaConf.update(config, key, value)
     if imported.auto:
         warnings.append(f"{path}: twinbed's own values stand for {', '.join(imported.auto)} ('auto')")
@@ -162,7 +219,7 @@ def _import_deepspeed(config: DictConfig, warnings: list[str]) -> DictConfig:
 
 
 def _resolve_batch(experiment: ExperimentConf, spec: ModelSpec) -> None:
-    batch, ranks = experiment.batch, experiment.cluster.num_ranks
+    batch, ranks = experiment.batch, _replicas(experiment)
     if batch.sequence is None:
         batch.sequence = spec.sequence
     if batch.sequence > spec.sequence:
@@ -175,7 +232,8 @@ def _resolve_batch(experiment: ExperimentConf, spec: ModelSpec) -> None:
         if batch.global_sequences % a_micro_batch:
             raise ValueError(
                 f"batch.global_sequences={batch.global_sequences} must be a multiple of batch.micro times "
-                f"the ranks: {batch.micro} * {ranks} = {a_micro_batch}"
+                f"the {'ranks' if ranks == experiment.cluster.num_ranks else 'replicas of the model'}: "
+                f"{batch.micro} * {ranks} = {a_micro_batch}"
             )
         accumulation = batch.global_sequences // a_micro_batch
         if batch.accumulation not in (1, accumulation):
@@ -186,13 +244,35 @@ def _resolve_batch(experiment: ExperimentConf, spec: ModelSpec) -> None:
         batch.accumulation = accumulation
 
 
-def _check(experiment: ExperimentConf, spec: ModelSpec, warnings: list[str]) -> None:
-    ranks = experiment.cluster.num_ranks
-    if experiment.parallel.data not in (-1, ranks):
+def _replicas(experiment: ExperimentConf) -> int:
+    """Replicas of the model: what tensor and pipeline parallelism leave of the ranks."""
+    parallel, cluster = experiment.parallel, experiment.cluster
+    model, ranks = parallel.tensor * parallel.pipeline, cluster.num_ranks
+    where = f"(cluster.nodes={cluster.nodes} x cluster.devices_per_node={cluster.devices_per_node})"
+    if ranks % model:
         raise ValueError(
-            f"parallel.data={experiment.parallel.data} must be -1 or the number of ranks, {ranks} "
-            f"(cluster.nodes={experiment.cluster.nodes} x cluster.devices_per_node="
-            f"{experiment.cluster.devices_per_node})"
+            f"parallel.tensor={parallel.tensor} times parallel.pipeline={parallel.pipeline} must divide the number "
+            f"of ranks, {ranks} {where}"
+        )
+    replicas = ranks // model
+    if parallel.data not in (-1, replicas):
+        left = "the number of ranks, " if model == 1 else f"{replicas}, what tensor and pipeline leave of "
+        raise ValueError(f"parallel.data={parallel.data} must be -1 or {left}{ranks} {where}")
+    return replicas
+
+
+def _check(experiment: ExperimentConf, spec: ModelSpec, warnings: list[str]) -> None:
+    parallel = experiment.parallel
+    if experiment.engine is not Engine.megatron:
+        for key in ("tensor", "pipeline", "virtual_stages", "sequence"):
+            if getattr(parallel, key) > 1:
+                raise ValueError(
+                    f"parallel.{key}={getattr(parallel, key)} needs engine=megatron, got engine="
+                    f"{experiment.engine.value}"
+                )
+    if experiment.engine is not Engine.fsdp2 and experiment.target is not Target.sim:
+        raise ValueError(
+            f"engine={experiment.engine.value} needs target=sim, got target={experiment.target.value}"
         )
     if experiment.steps <= experiment.warmup_steps:
         warnings.append(
@@ -245,6 +325,13 @@ def _without_effect(experiment: ExperimentConf) -> list[str]:
             comm.zero_hpz_partition_size != 1,
             "hpZ",
         ),
+        (
+            "comm.quantize_node_copy",
+            comm.quantize_node_copy,
+            False,
+            comm.zero_quantized_weights and comm.zero_hpz_partition_size != 1,
+            "qwZ and hpZ",
+        ),
         ("comm.zero_quantized_weights", comm.zero_quantized_weights, False, family, "comm.policy=null"),
         ("comm.zero_quantized_gradients", comm.zero_quantized_gradients, False, family, "comm.policy=null"),
         (
@@ -264,7 +351,27 @@ def _without_effect(experiment: ExperimentConf) -> list[str]:
             "train.lr_schedule",
         ),
         ("train.eval_batches", train.eval_batches, 4, train.eval_every > 0, "train.eval_every"),
+        *(
+            (
+                f"deepspeed.{key.name}",
+                getattr(experiment.deepspeed, key.name),
+                key.default,
+                experiment.engine in (Engine.deepspeed, Engine.deepspeed_2023),
+                "engine=deepspeed or deepspeed_2023",
+            )
+            for key in fields(DeepSpeedConf)
+        ),
         ("launch", experiment.launch, Launch.local, target is not Target.sim, "target=runtime or both"),
+        *(
+            (
+                f"kernels.{key}",
+                getattr(experiment.kernels, key),
+                None,
+                target is not Target.runtime,
+                "target=sim or both",
+            )
+            for key in ("attention", "fusion", "dropout")
+        ),
     ]
     return [
         f"{key}={value.value if isinstance(value, Enum) else value} has no effect without {needs}"
@@ -298,6 +405,13 @@ def _check_runtime(experiment: ExperimentConf, spec: ModelSpec) -> None:
             f"runtime has families {list(RUNTIME_FAMILIES)}; use target=sim, or attach(model, comm) in your "
             "own loop"
         )
+    if experiment.recompute not in (Recompute.none, Recompute.full):
+        raise ValueError(
+            f"recompute={experiment.recompute.value} is only simulated: with target={target} use one of "
+            "['none', 'full']"
+        )
+    if experiment.kernels.reduce_fp32:
+        raise ValueError(f"kernels.reduce_fp32=True is only simulated: leave it false with target={target}")
     if experiment.data.name == "text" and spec.vocab < 256:
         raise ValueError(f"model.vocab={spec.vocab} must be >= 256 with data=text, whose tokens are bytes")
     if experiment.data.path is not None and not Path(experiment.data.path).is_file():

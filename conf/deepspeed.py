@@ -21,6 +21,29 @@ _NUMBERS = {
     "sgd": ("lr", "weight_decay", "momentum"),
 }
 
+# Of `zero_optimization`: keys of engine=deepspeed
+LIMITS = (
+    "stage3_prefetch_bucket_size",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_param_persistence_threshold",
+    "reduce_bucket_size",
+)
+
+# Top-level keys of a DeepSpeed configuration (deepspeed/runtime/constants.py and the pages of its documentation):
+# a file with none of them is something else
+_NAMES = """
+    activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comms_logger communication_data_type
+    compile compression_training csv_monitor curriculum_learning data_efficiency data_types disable_allgather
+    dump_state eigenvalue elasticity flops_profiler fp16 gradient_accumulation_steps gradient_clipping
+    gradient_predivide_factor hybrid_engine memory_breakdown monitor_config nebula optimizer pipeline
+    prescale_gradients progressive_layer_drop scheduler seq_parallel_communication_data_type sparse_attention
+    sparse_gradients steps_per_print tensor_parallel tensorboard torch_autocast train_batch_size
+    train_micro_batch_size_per_gpu wall_clock_breakdown wandb zero_allow_untested_optimizer
+    zero_force_ds_cpu_optimizer zero_optimization
+"""
+_KNOWN = frozenset(_NAMES.split())
+
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedImport:
@@ -31,23 +54,32 @@ class DeepSpeedImport:
     ]  # "comm.zero_stage" -> 3; "optimizer" and "precision" name a choice of that group
     auto: tuple[str, ...]  # keys of the file set to "auto": twinbed's own values stand
     ignored: tuple[str, ...]  # keys of the file that have no effect here
+    # Of overrides that the file does not spell out: why they are what DeepSpeed would do
+    unsaid: dict[str, str] = field(default_factory=dict)
 
 
 def read_deepspeed_config(path: str | Path) -> DeepSpeedImport:
     """Translates a DeepSpeed JSON, a whole one or a fragment.
 
-    Three rules of DeepSpeed's own hold: the ZeRO++ keys do nothing below stage 3 (they are then among the
-    ignored), a `zero_hpz_partition_size` of 0 or 1 is off, and a file that mentions fp16 or bf16 but enables
-    neither trains in fp32.
+    DeepSpeed's own rules hold: the ZeRO++ keys do nothing below stage 3 (they are then among the ignored), a
+    `zero_hpz_partition_size` of 0 or 1 is off, a file without `zero_optimization` is stage 0, and one that
+    enables neither fp16 nor bf16 trains in fp32.
 
     Raises:
         ValueError: The file cannot be read, or a key has a wrong type, an illegal value, or contradicts
             another; the message names the file, the key, its value and what would be legal.
     """
     path = Path(path)
-    reader = _Reader(path, read_json_object(path, what="a DeepSpeed configuration"))
+    data = read_json_object(path, what="a DeepSpeed configuration")
+    if data and not _KNOWN.intersection(data):
+        raise ValueError(
+            f"{path} holds no key of DeepSpeed, only {', '.join(map(repr, list(data)[:5]))}; give a DeepSpeed "
+            "configuration, with zero_optimization, train_micro_batch_size_per_gpu, bf16 and so on"
+        )
+    reader = _Reader(path, data)
     overrides: dict[str, object] = {}
     overrides |= _zero(reader)
+    overrides |= _limits(reader)
     overrides |= _batch(reader)
     overrides |= _precision(reader)
     overrides |= _optimizer(reader)
@@ -57,7 +89,13 @@ def read_deepspeed_config(path: str | Path) -> DeepSpeedImport:
         overrides["train.gradient_clipping"] = clip
     leaves = reader.leaves()
     ignored = tuple(key for key in leaves if key not in reader.used and key not in reader.auto)
-    return DeepSpeedImport(overrides, tuple(key for key in leaves if key in reader.auto), ignored)
+    unsaid = {}
+    if "comm.zero_stage" in overrides and "zero_optimization.stage" not in reader.used:
+        unsaid["comm.zero_stage"] = "no zero_optimization.stage, which is 0 in DeepSpeed"
+    if overrides.get("precision") == "fp32" and not any(key.endswith(".enabled") for key in reader.used):
+        unsaid["precision"] = "neither fp16 nor bf16 is enabled, and DeepSpeed then trains in fp32"
+    auto = tuple(key for key in leaves if key in reader.auto)
+    return DeepSpeedImport(overrides, auto, ignored, unsaid)
 
 
 @dataclass(slots=True)
@@ -109,6 +147,13 @@ class _Reader:
             raise self.error(f'{key!r} must be a number >= 0 (or "auto"), got {json_type(value)}')
         return float(value)
 
+    def elements(self, key: str) -> int | None:
+        """A whole number >= 0, also where it is written as 5e8."""
+        number = self.number(key)
+        if number is not None and number != int(number):
+            raise self.error(f'{key!r} must be a whole number >= 0 (or "auto"), got {number:g}')
+        return None if number is None else int(number)
+
     def flag(self, key: str) -> bool | None:
         value = self.value(key)
         if value is not None and not isinstance(value, bool):
@@ -127,7 +172,9 @@ class _Reader:
 
 def _zero(reader: _Reader) -> dict[str, object]:
     section = "zero_optimization"
-    if section not in reader.data:
+    if reader.data.get(section) is None:
+        return {"comm.zero_stage": 0}
+    if reader.data[section] == "auto":
         return {}
     overrides: dict[str, object] = {}
     stage = reader.whole(f"{section}.stage", least=0, most=3)
@@ -149,6 +196,13 @@ def _zero(reader: _Reader) -> dict[str, object]:
         else:
             reader.used.discard(f"{section}.{key}")
     return overrides
+
+
+def _limits(reader: _Reader) -> dict[str, object]:
+    """Sizes in elements that engine=deepspeed follows."""
+    section = "zero_optimization"
+    found = {key: reader.elements(f"{section}.{key}") for key in LIMITS} if section in reader.data else {}
+    return {f"deepspeed.{key}": value for key, value in found.items() if value is not None}
 
 
 def _batch(reader: _Reader) -> dict[str, object]:
@@ -188,7 +242,7 @@ def _precision(reader: _Reader) -> dict[str, object]:
         scale = reader.number("fp16.loss_scale")
         if scale is not None:
             overrides["train.loss_scale"] = scale  # 0 is dynamic in both
-    elif not {f"{bf16_key}.enabled", "fp16.enabled"} & reader.auto and (bf16, fp16) != (None, None):
+    elif not {bf16_key, f"{bf16_key}.enabled", "fp16", "fp16.enabled"} & reader.auto:
         overrides["precision"] = "fp32"
     return overrides
 

@@ -60,6 +60,13 @@ def test_one_seed_gives_one_result_to_the_byte(tmp_path: Path) -> None:
         ("parallel.data=7", "parallel.data=7 must be -1 or the number of ranks, 4"),
         ("comm.zero_hpz_partition_size=3", "zero_hpz_partition_size=3 must divide the world size 4"),
         ("data.path=/no/such/text", "data.path='/no/such/text': no such file"),
+        (
+            "cluster.inter_node.bandwidth_Bps=nan",
+            "cluster.inter_node.bandwidth_Bps=nan: must be a finite number",
+        ),
+        ("optimizer.lr=inf", "optimizer.lr=inf: must be a finite number"),
+        ("+comm.foo=1", "comm.foo: there is no such key; use one of ['config_json', "),
+        ("cluster.devices_per_node=500", "1000 ranks on this machine, must be at most 64"),
     ],
 )
 def test_bad_input_is_one_clear_error_and_nothing_starts(override: str, message: str, tmp_path: Path) -> None:
@@ -68,6 +75,101 @@ def test_bad_input_is_one_clear_error_and_nothing_starts(override: str, message:
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.glob("out/rank*.log"))
+
+
+def test_a_simulated_failure_is_a_failure(tmp_path: Path) -> None:
+    failure = "cluster.failures=[{rank:3,at_s:0.5}]"
+    done = twinbed("target=sim", failure, f"hydra.run.dir={tmp_path}/out", cwd=tmp_path)
+    assert done.returncode == 1
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["status"] == "failed"
+    assert "rank 3" in result["error"]
+    assert "Traceback" not in done.stderr
+
+
+def test_what_fails_takes_an_older_record_with_it(tmp_path: Path) -> None:
+    out = f"hydra.run.dir={tmp_path}/out"
+    assert twinbed("target=sim", out, cwd=tmp_path).returncode == 0
+    assert twinbed("target=sim", "optimizer.lr=nan", out, cwd=tmp_path).returncode == 1
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert (result["status"], result["error"]) == ("failed", "optimizer.lr=nan: must be a finite number")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("cluster.inter_node.bandwidth=1", "legal keys of cluster.inter_node: links, bandwidth_Bps"),
+        ("cluster.inter_node.bandwidth_Bps=200Gbit", "is a number in bytes a second (200 Gbit/s is 25e9)"),
+    ],
+)
+def test_what_hydra_refuses_is_followed_by_a_hint(override: str, message: str, tmp_path: Path) -> None:
+    done = twinbed(override, cwd=tmp_path)
+    assert done.returncode == 1
+    assert message in done.stderr.splitlines()[-1]
+
+
+def test_a_policy_of_ones_own_goes_by_its_own_name(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.py"
+    policy.write_text(
+        "from twinbed.policies.comm import ZeroComm\n"
+        "def Mine(*, num_ranks, ranks_per_node):\n"
+        "    return ZeroComm(name='mine', ranks_per_node=ranks_per_node)\n"
+    )
+    done = twinbed(
+        "target=sim",
+        "comm=zero3",
+        "comm.policy=policy.py:Mine",
+        f"hydra.run.dir={tmp_path}/out",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"simulated mine (comm.policy={policy}:Mine): ")
+    assert read_record(tmp_path / "out").result["experiment"]["comm"]["name"] == "mine"
+
+
+def test_a_script_for_torchrun_comes_with_the_prediction_and_a_word_on_links(tmp_path: Path) -> None:
+    done = twinbed("launch=torchrun", "comm=zero3", f"hydra.run.dir={tmp_path}/out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("simulated zero3: ")
+    assert "cluster.shaped=true with launch=torchrun: torchrun shapes no links" in done.stderr
+    warned = read_record(tmp_path / "out" / "sim").result["warnings"]
+    assert any("torchrun shapes no links" in warning for warning in warned)
+
+
+def probe(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from twinbed.runtime.probe import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("new/here.yaml", "cluster=dgx_a100"), "cluster=dgx_a100 with launch=local needs 16 GPUs"),
+        (("new/here.yaml", "launch=slurm"), "launch=slurm: only this machine can be probed"),
+        (("file/here.yaml",), "cannot write file/here.yaml: "),
+        (("folder",), "cannot write folder: Is a directory"),
+    ],
+)
+def test_a_probe_refuses_before_it_measures(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    done = probe(*arguments, cwd=tmp_path)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "measuring" not in done.stdout
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.distributed
+def test_a_probe_makes_the_folder_of_its_file(tmp_path: Path) -> None:
+    keys = ("cluster.nodes=1", "cluster.devices_per_node=1", "cluster.shaped=false")
+    done = probe("mine/cluster/here.yaml", *keys, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "measuring 1 rank on this machine" in done.stdout
+    assert "probe: measuring collectives" in done.stderr
+    used = twinbed("--config-dir", "mine", "target=sim", "cluster=here", cwd=tmp_path)
+    assert used.returncode == 0, used.stderr
 
 
 def test_a_truncated_model_config_is_named(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from twinbed.analysis.parity import compare_records, experiment_differences, rank_classes, write_parity
-from twinbed.analysis.record import Decision, LedgerRow, Record
+from twinbed.analysis.record import Decision, LedgerRow, Record, read_record, write_record
+from twinbed.analysis.wording import ledger_sentence
 
 Make = Callable[..., Record]
 
@@ -180,3 +181,17 @@ def test_every_column_but_count_is_compared(make_record: Make) -> None:
         real.ledger[0] = replace(real.ledger[0], **{column: value})
         difference = compare_records(make_record(), real)["first_difference"]
         assert difference["columns"] == [column]
+
+
+@pytest.mark.parametrize("side", ["sim", "runtime"])
+def test_a_ledger_that_is_gone_is_not_an_empty_one(make_record: Make, tmp_path: Path, side: str) -> None:
+    for target in ("sim", "runtime"):
+        write_record(tmp_path / target, make_record(target))
+    (tmp_path / side / "ledger.csv").unlink()
+    parity = compare_records(read_record(tmp_path / "sim"), read_record(tmp_path / "runtime"))
+    assert parity["ledger_equal"] is None
+    assert parity["ledger_missing"] == [side]
+    assert parity["status"] == "failed"
+    who = {"sim": "simulation", "runtime": "real run"}[side]
+    assert parity["reasons"] == [f"{who}: the run left no ledger.csv"]
+    assert ledger_sentence(parity) == f"The ledgers were not compared: the {who} left no ledger.csv."

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from twinbed.analysis.load import Run, Sweep, load
 from twinbed.analysis.record import Record, write_record
 from twinbed.analysis.report import main, write_files
 
@@ -126,7 +127,7 @@ def test_a_void_run_and_warnings_are_said(both: Path) -> None:
     assert "The times are void: load 3.2 on 2 cores." in page.text
     assert "Replaying the events through the policy gives the same actions." in page.text
     assert "comm.overlap had no <effect>" in page.text  # escaped in the source
-    assert "key: device.launch_ns, worst: 10000, best: 3000" in page.text
+    assert "device.launch_ns\n10,000\n3,000" in page.text
 
 
 @pytest.mark.parametrize("status", ["failed", "oom"])
@@ -197,8 +198,8 @@ def test_multirun(
     assert "The fastest is run 3 (comm=zeropp, cluster.inter_node.links=2): 200 ms an iteration." in page.text
     assert len(page.sources) == 1
     times = (tmp_path / "report_times.csv").read_text().splitlines()
-    assert times[0] == "cluster.inter_node.links,series,policy,iteration_s,low_s,high_s"
-    assert times[-1].startswith("2,zeropp,zeropp,0.2")
+    assert times[0] == "cluster.inter_node.links,series,policy,status,iteration_s,low_s,high_s"
+    assert times[-1].startswith("2,zeropp,zeropp,ok,0.2")
 
 
 def test_multirun_over_seeds_plots_losses(
@@ -280,7 +281,17 @@ def test_output_goes_elsewhere_on_request(both: Path, tmp_path: Path) -> None:
         ("result.json", "{", "broken"),
         ("result.json", "[1]", "expected a JSON object, found list"),
         ("result.json", "{}", "target=None"),
-        ("result.json", '{"target": "sim", "loss": 3}', "loss must be a list"),
+        (
+            "result.json",
+            '{"target": "sim", "schema_version": 1, "status": "ok", "loss": 3}',
+            "loss must be a list",
+        ),
+        ("result.json", '{"target": "sim", "schema_version": 7}', "schema_version=7: only 1 is known here"),
+        (
+            "result.json",
+            '{"target": "sim", "schema_version": 1, "status": "fine"}',
+            "status='fine': must be one of ['ok', 'oom', 'failed']",
+        ),
         ("sim/result.json", "{", "sim: broken record"),
         ("3/result.json", "{", "3/result.json: broken JSON"),
     ],
@@ -357,3 +368,117 @@ def test_report_imports_no_engine() -> None:
         "assert not bad, bad; assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_multirun_says_which_times_are_void(
+    tmp_path: Path, make_record: Make, both_folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, policy in enumerate(("zero3", "zeropp")):
+        folder = both_folder(tmp_path / str(number), make_record(policy=policy), make_record("runtime"))
+        (folder / ".hydra").mkdir()
+        (folder / ".hydra" / "overrides.yaml").write_text(f"- comm={policy}\n")
+        void = {"void": True, "void_reason": "others took 40% of the cores"} if number else {"void": False}
+        (folder / "parity.json").write_text(json.dumps({"ledger_equal": True} | void))
+    page = report(tmp_path)
+    out = capsys.readouterr().out
+    for text in (page.text, out):
+        assert "The times are void in run 1" in text
+        assert "run 1: others took 40% of the cores" in text
+        assert text.count("VOID") == 1
+    assert "times void in 1 of 2 runs" in page.text
+
+
+def test_a_multirun_in_which_nothing_fits_has_times(
+    tmp_path: Path, make_record: Make, sweep_folder: Callable[..., Path]
+) -> None:
+    runs = [([f"batch.micro={n}"], make_record(step_s=n, status="oom")) for n in (1, 2)]
+    page = report(sweep_folder(tmp_path, runs))
+    assert "No run fits in memory; the times are what an iteration would take if it did." in page.text
+    assert "No run gave an iteration time" not in page.text
+    assert "Crossed out: does not fit in memory" in page.text
+    assert "To need less: more ranks (cluster.nodes)." in page.text
+    assert "1,1,ok" not in (tmp_path / "report_times.csv").read_text()
+    assert (tmp_path / "report_times.csv").read_text().count("oom") == 2
+
+
+@pytest.mark.parametrize("side", ["sim", "runtime"])
+def test_one_side_of_a_pair_points_to_the_pair(both: Path, side: str) -> None:
+    text = report(both / side).text
+    assert f"This is one side alone; twinbed-report {both} sets it beside" in text
+    assert "there was no" not in text
+
+
+def test_what_a_prediction_rests_on_is_a_table(both: Path) -> None:
+    result = json.loads((both / "sim" / "result.json").read_text())
+    result["fitted_constants"] = [{"name": "a.B", "value": 12345.678, "rows": "table 2"}, "one as text"]
+    (both / "sim" / "result.json").write_text(json.dumps(result))
+    text = report(both).text
+    assert "name\nvalue\nrows" in text
+    assert "a.B\n12,346\ntable 2" in text
+    assert "one as text" in text
+
+
+def test_overrides_are_shown_as_they_were_typed(
+    tmp_path: Path, make_record: Make, sweep_folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [([f"comm.policy=a.py\\:{name}", "x=[1\\,2]"], make_record()) for name in ("One", "Two")]
+    assert main([str(sweep_folder(tmp_path, runs))]) == 0
+    out = capsys.readouterr().out
+    assert "a.py:One" in out
+    assert "\\" not in out
+
+
+def test_measured_memory_says_what_it_is(both: Path) -> None:
+    assert "peak memory (measured: the process, with Python and torch)" in report(both).text
+
+
+def test_the_trace_says_what_it_holds(both: Path) -> None:
+    text = report(both).text
+    assert (
+        "holds the first iterations of the prediction (4 ranks, 2 s) and the whole real run (4 ranks, 2.1 s)"
+        in text
+    )
+
+
+def test_compare_refuses_what_is_no_prediction_of_the_run(
+    tmp_path: Path, make_record: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sim, real = make_record(), make_record("runtime")
+    sim.result["experiment"]["model"]["layers"] = 9
+    sim.result["experiment"]["cluster"]["nodes"] = 3
+    write_record(tmp_path / "sim", sim)
+    write_record(tmp_path / "runtime", real)
+    assert main(["--compare", str(tmp_path / "sim"), str(tmp_path / "runtime")]) == 2
+    said = capsys.readouterr().err
+    assert "different experiments (predicted / measured): cluster.nodes: 3 / 2; model.layers: 9 / 2" in said
+    assert not (tmp_path / "runtime" / "compare").exists()
+
+
+def test_compare_fails_where_ledgers_differ(
+    tmp_path: Path, make_record: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = make_record("runtime")
+    real.ledger[0] = replace(real.ledger[0], wire_bytes=1)
+    write_record(tmp_path / "sim", make_record())
+    write_record(tmp_path / "runtime", real)
+    assert main(["--compare", str(tmp_path / "sim"), str(tmp_path / "runtime")]) == 3
+    assert "ledgers differ first at rank 0" in capsys.readouterr().err
+    assert (tmp_path / "runtime" / "compare" / "report.html").is_file()
+
+
+def test_one_broken_overrides_file_leaves_the_multirun_its_table(
+    tmp_path: Path, make_record: Make, sweep_folder: Callable[..., Path]
+) -> None:
+    sweep_folder(tmp_path, [(["comm=zero3"], make_record()), (["comm=hpz"], make_record(policy="hpz"))])
+    (tmp_path / "1" / ".hydra" / "overrides.yaml").write_text("[unclosed")
+    found = load(tmp_path)
+    assert isinstance(found, Sweep)
+    assert [run.broken is None for run in found.runs] == [True, False]
+    assert "overrides.yaml: broken" in str(found.runs[1].broken)
+
+
+def test_a_run_without_its_ledger_says_so(both: Path) -> None:
+    (both / "runtime" / "ledger.csv").unlink()
+    found = load(both)
+    assert isinstance(found, Run)
+    assert found.notes == ["The real run left no ledger.csv: what it communicated is not known."]

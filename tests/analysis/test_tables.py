@@ -5,10 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.patches import Rectangle
 
-from twinbed.analysis import plots, show, tables
+from twinbed.analysis import plots, show, tables, units
 from twinbed.analysis.load import Run, Sweep, load
 from twinbed.analysis.record import Record
 
@@ -57,7 +58,7 @@ def test_parity_table_has_the_ratio_and_the_naive_baseline(both: Path) -> None:
     assert (mean["predicted"], mean["measured"]) == (pytest.approx(0.4), pytest.approx(0.42))
     assert mean["ratio"] == pytest.approx(0.4 / 0.42)
     assert mean["naive"] == pytest.approx(18_000 / 12.5e6)
-    assert rows["between nodes"]["predicted"] == 9000
+    assert rows["between nodes per rank"]["predicted"] == 9000
     shown = show.render_text(show.parity_shown(tables.parity_table(run)))
     assert "0.952" in shown
     assert "18" in shown
@@ -87,7 +88,7 @@ def test_sweep_table(
     assert list(table["speedup"][1:3]) == [1.0, pytest.approx(3.0)]
     assert table["speedup"][[0, 3]].isna().all()
     assert list(table["error"][[0, 3]]) == ["no such file", "the run left no result.json"]
-    assert table["inter_node_bytes_per_node"][1] == 2 * 9000  # two ranks a node
+    assert table["inter_node_bytes_per_rank"][1] == 9000  # as in the parity table and on the console
 
 
 def test_runs_are_ordered_by_number_not_by_name(
@@ -112,7 +113,7 @@ def test_runs_are_ordered_by_number_not_by_name(
     ],
 )
 def test_units_are_chosen_for_people(unit: str, amount: float | None, text: str) -> None:
-    assert show.amount_text(unit, amount).removesuffix(" s" if amount is None else "") == text
+    assert units.amount_text(unit, amount).removesuffix(" s" if amount is None else "") == text
 
 
 def test_figures_are_deterministic_and_leave_no_global_state(both: Path) -> None:
@@ -145,3 +146,41 @@ def test_bars_and_lines_show_the_figures(both: Path) -> None:
     lines = plots.loss_figure(losses).axes[0].get_lines()
     assert [np.size(line.get_xdata()) for line in lines] == [3, 2]
     assert [line.get_color() for line in lines] == [plots.POLICY_COLOURS[p] for p in ("zero3", "zeropp")]
+
+
+def sweep_of(policies: tuple[str, ...], status: str = "ok") -> pd.DataFrame:
+    rows = [
+        {
+            "links": n,
+            "series": f"{policy}, micro={m}",
+            "policy": policy,
+            "status": status,
+            "iteration_s": m / n,
+        }
+        for policy in policies
+        for m in (1, 2)
+        for n in (1, 2)
+    ]
+    return pd.DataFrame(rows).assign(low_s=np.nan, high_s=np.nan)
+
+
+def test_series_of_one_policy_differ_in_colour_and_of_several_in_style() -> None:
+    one = plots.sweep_figure(sweep_of(("zero3",)), x="links").axes[0].get_lines()
+    assert len({line.get_color() for line in one}) == 2
+    several = plots.sweep_figure(sweep_of(("zero3", "zeropp")), x="links").axes[0].get_lines()
+    assert [line.get_color() for line in several[:2]] == [plots.POLICY_COLOURS["zero3"]] * 2
+    assert several[0].get_linestyle() != several[1].get_linestyle()
+
+
+@pytest.mark.parametrize("numeric", [True, False])
+def test_runs_that_do_not_fit_are_crossed_out(numeric: bool) -> None:
+    frame = sweep_of(("zero3",), status="oom")
+    frame["status"] = ["oom", "ok", "ok", "ok"]
+    if not numeric:
+        frame["links"] = frame["links"].astype(str)
+    axes = plots.sweep_figure(frame, x="links").axes[0]
+    crosses = [line for line in axes.get_lines() if line.get_marker() == "x"]
+    assert [np.size(line.get_xdata()) for line in crosses] == [1]
+    legend = axes.get_legend()
+    assert legend is not None
+    assert "does not fit in memory" in [text.get_text() for text in legend.get_texts()]

@@ -51,6 +51,24 @@ def test_a_resolved_experiment_comes_back_whole() -> None:
         (["model=bert_large"], r"of family bert cannot be trained here \(target=both\)"),
         (["train.resume_from=/no/such"], "train.resume_from='/no/such': no such checkpoint folder"),
         (["optimizer.name=lion"], "optimizer.name='lion': must be one of"),
+        (["optimizer=sgd", "optimizer.momentum=-1"], r"optimizer.momentum=-1.0: must be >= 0"),
+        (["optimizer.eps=-1e-8"], r"optimizer.eps=-1e-08: must be >= 0"),
+        (["optimizer.weight_decay=-0.1"], r"optimizer.weight_decay=-0.1: must be >= 0"),
+        (["seed=9223372036854775808"], r"seed=9223372036854775808: must be in \[0, 9223372036854775807\]"),
+        (["train.timeout_s=0.5"], r"train.timeout_s=0.5: must be in \[1, 86400\]"),
+        (["train.timeout_s=1e30"], r"train.timeout_s=1e\+30: must be in \[1, 86400\]"),
+        (["train.lr_min_fraction=1.5"], r"train.lr_min_fraction=1.5: must be in \[0, 1\]"),
+        (["train.lr_min_fraction=-0.1"], r"train.lr_min_fraction=-0.1: must be in \[0, 1\]"),
+        (["train.tokens=0"], r"train.tokens=0.0: must be > 0 or null"),
+        (["cluster.device.price_per_hour=-1"], r"cluster.device.price_per_hour=-1.0: must be >= 0"),
+        (["train.loss_scale=1e30"], r"train.loss_scale=1e\+30: must be in \[0, 16777216\]"),
+        (["steps=10000001"], r"steps=10000001: must be <= 10000000"),
+        (["model.layers=100001"], r"model.layers=100001: must be <= 100000"),
+        (["batch.accumulation=100001"], r"batch.accumulation=100001: must be in \[1, 100000\]"),
+        (
+            ["target=sim", "cluster.nodes=1000000"],
+            r"cluster.nodes \* devices_per_node='1000000 \* 2': must be <=",
+        ),
     ],
 )
 def test_bad_input_is_named(overrides: list[str], message: str) -> None:
@@ -105,6 +123,51 @@ def test_hugging_face_config(tmp_path: Path) -> None:
     assert num_parameters(composed.spec) == 124_439_808
 
 
+GPT2 = {
+    "model_type": "gpt2",
+    "n_layer": 12,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+}
+
+
+def test_keys_beside_a_hugging_face_config(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GPT2))
+    file = ["target=sim", "model=hf", f"model.config_json={path}"]
+    whole, part = compose(file), compose([*file, "model.layers=4"])
+    assert part.spec.layers == 4
+    block = (num_parameters(whole.spec) - num_parameters(part.spec)) / 8
+    assert block == 12 * 768**2 + 13 * 768  # of a GPT-2 block, by hand
+    with pytest.raises(ValueError, match=r"model.hidden=64 with model.config_json='.*', which gives it"):
+        compose([*file, "model.hidden=64"])
+    with pytest.raises(ValueError, match=r"model.layers=0 with model.config_json="):
+        compose([*file, "model.layers=0"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "cluster.inter_node.bandwidth=1",
+            "legal keys of cluster.inter_node: links, bandwidth_Bps, latency_ns",
+        ),
+        ("bandwidth=1", "legal keys: target, cluster, model"),
+        (
+            "cluster.inter_node.bandwidth_Bps=200Gbit",
+            r"cluster.inter_node.bandwidth_Bps is a number in bytes a second \(200 Gbit/s is 25e9\)",
+        ),
+        ("cluster.device.launch_ns=4us", "cluster.device.launch_ns is a number in nanoseconds"),
+        ("cluster.device.memory_bytes=80GB", r"memory_bytes is a number in bytes \(80 GB is 80e9\)"),
+    ],
+)
+def test_what_hydra_refuses_is_told_with_the_way_out(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compose([override])
+
+
 def test_a_mixture_of_experts_is_counted_and_refused(tmp_path: Path) -> None:
     config = {
         "model_type": "mixtral",
@@ -152,3 +215,17 @@ def test_deepspeed_json(tmp_path: Path) -> None:
     assert (batch.micro, batch.accumulation, composed.experiment.train.gradient_clipping) == (2, 4, 0.5)
     assert composed.experiment.optimizer.lr == pytest.approx(3e-4)
     assert any("overlap_comm" in warning for warning in composed.warnings)
+    assert not any("in place of" in warning for warning in composed.warnings)
+
+
+def test_what_a_deepspeed_json_leaves_out_is_as_in_deepspeed(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2}))
+    composed = compose(["comm=deepspeed", f"comm.config_json={path}"])
+    assert composed.experiment.comm.zero_stage == 0
+    assert composed.experiment.precision.value == "fp32"
+    said = [warning for warning in composed.warnings if "in place of" in warning]
+    assert said == [
+        f"{path}: comm.zero_stage=0 in place of 3: no zero_optimization.stage, which is 0 in DeepSpeed",
+        f"{path}: precision=fp32 in place of bf16: neither fp16 nor bf16 is enabled, and DeepSpeed then trains in fp32",
+    ]

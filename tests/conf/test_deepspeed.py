@@ -15,6 +15,11 @@ ALL_THREE = {
 }
 
 
+def _said(result):
+    """What the file spells out."""
+    return {key: value for key, value in result.overrides.items() if key not in result.unsaid}
+
+
 def _read(tmp_path, data):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(data))
@@ -81,7 +86,7 @@ def test_every_leaf_is_taken_auto_or_ignored_and_never_two_of_them(tmp_path):
     result = _read(tmp_path, data)
     assert result.auto == ("zero_optimization.reduce_scatter",)
     assert result.ignored == ("zero_optimization.sub_group_size", "wall_clock_breakdown")
-    assert len(result.overrides) == 4
+    assert len(_said(result)) == 4
 
 
 @pytest.mark.parametrize("size", [0, 1])
@@ -92,13 +97,17 @@ def test_hpz_of_0_or_1_is_off(tmp_path, size):
 
 def test_zeropp_keys_do_nothing_below_stage_3(tmp_path):
     result = _read(tmp_path, {"zero_optimization": ALL_THREE | {"stage": 2}})
-    assert result.overrides == {"comm.zero_stage": 2}
+    assert _said(result) == {"comm.zero_stage": 2}
     assert result.ignored == tuple(f"zero_optimization.{key}" for key in ALL_THREE if key != "stage")
 
 
 def test_the_stage_defaults_to_0_as_in_deepspeed(tmp_path):
-    assert _read(tmp_path, {"zero_optimization": {}}).overrides == {"comm.zero_stage": 0}
-    assert _read(tmp_path, {}) == DeepSpeedImport({}, (), ())
+    for data in ({"zero_optimization": {}}, {"zero_optimization": None}, {}):
+        result = _read(tmp_path, data)
+        assert result.overrides == {"comm.zero_stage": 0, "precision": "fp32"}
+        assert set(result.unsaid) == {"comm.zero_stage", "precision"}
+    assert _read(tmp_path, {"zero_optimization": "auto", "bf16": "auto"}).overrides == {}
+    assert _read(tmp_path, {"zero_optimization": {"stage": 0}}).unsaid.keys() == {"precision"}
 
 
 @pytest.mark.parametrize(
@@ -111,14 +120,14 @@ def test_the_stage_defaults_to_0_as_in_deepspeed(tmp_path):
     ],
 )
 def test_precision(tmp_path, data, expected):
-    assert _read(tmp_path, data).overrides == expected
+    assert _said(_read(tmp_path, data)) == expected
 
 
 def test_the_global_batch_gives_the_accumulation_unless_both_parts_are_there(tmp_path):
     data = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}
-    assert _read(tmp_path, data).overrides == {"batch.micro": 4, "batch.global_sequences": 64}
+    assert _said(_read(tmp_path, data)) == {"batch.micro": 4, "batch.global_sequences": 64}
     whole = _read(tmp_path, data | {"gradient_accumulation_steps": 2})
-    assert whole.overrides == {"batch.micro": 4, "batch.accumulation": 2}
+    assert _said(whole) == {"batch.micro": 4, "batch.accumulation": 2}
     assert whole.ignored == ("train_batch_size",)
 
 
@@ -131,7 +140,7 @@ def test_lamb_keeps_its_own_parameters(tmp_path):
         "min_coeff": 0.01,
     }
     result = _read(tmp_path, {"optimizer": {"type": "Lamb", "params": params}})
-    assert result.overrides == {"optimizer": "lamb"} | {
+    assert _said(result) == {"optimizer": "lamb"} | {
         f"optimizer.{key}": value for key, value in params.items()
     }
     assert result.ignored == ()
@@ -140,14 +149,13 @@ def test_lamb_keeps_its_own_parameters(tmp_path):
 def test_a_linear_decay_is_taken_and_an_unknown_scheduler_ignored(tmp_path):
     decay = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5, "total_num_steps": 50}}
     result = _read(tmp_path, {"scheduler": decay})
-    assert result.overrides == {
+    assert _said(result) == {
         "train.lr_schedule": "linear",
         "train.lr_min_fraction": 0.0,
         "train.warmup_lr_steps": 5,
     }
-    assert _read(tmp_path, {"scheduler": {"type": "OneCycle"}}) == DeepSpeedImport(
-        {}, (), ("scheduler.type",)
-    )
+    unknown = _read(tmp_path, {"scheduler": {"type": "OneCycle"}})
+    assert (_said(unknown), unknown.ignored) == ({}, ("scheduler.type",))
 
 
 @pytest.mark.parametrize(
@@ -221,3 +229,29 @@ def test_bad_values_name_file_key_and_what_is_legal(tmp_path, data, message):
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ValueError, match="does not exist; give the path of a DeepSpeed configuration"):
         read_deepspeed_config(tmp_path / "ds.json")
+
+
+def test_sizes_of_stage_3_become_keys_of_the_engine(tmp_path):
+    sizes = {
+        "stage3_prefetch_bucket_size": 5e7,
+        "stage3_max_live_parameters": 2_000_000_000,
+        "stage3_max_reuse_distance": "auto",
+        "reduce_bucket_size": 10_000_000,
+    }
+    result = _read(tmp_path, {"zero_optimization": {"stage": 3} | sizes})
+    assert _said(result) == {
+        "comm.zero_stage": 3,
+        "deepspeed.stage3_prefetch_bucket_size": 50_000_000,
+        "deepspeed.stage3_max_live_parameters": 2_000_000_000,
+        "deepspeed.reduce_bucket_size": 10_000_000,
+    }
+    assert result.auto == ("zero_optimization.stage3_max_reuse_distance",)
+    assert result.ignored == ()
+    with pytest.raises(ValueError, match=r"reduce_bucket_size' must be a whole number >= 0.*got 1.5"):
+        _read(tmp_path, {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1.5}})
+
+
+def test_a_file_without_any_key_of_deepspeed_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"ds.json holds no key of DeepSpeed, only 'model_type', 'n_layer'"):
+        _read(tmp_path, {"model_type": "gpt2", "n_layer": 12})
+    assert _read(tmp_path, {"steps_per_print": 10}).ignored == ("steps_per_print",)
