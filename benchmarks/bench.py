@@ -16,7 +16,7 @@ import simulator_speed
 
 BENCHMARKS: dict[str, tuple[str, Callable[[], None]]] = {
     "codec": ("speed of the quantization kernels", codec_speed.main),
-    "simulator": ("speed of the simulator", simulator_speed.main),
+    "simulator": ("speed of the simulator", lambda: simulator_speed.main([])),
     "rivals": ("error of qgZ and its rivals against the number of ranks", rivals.main),
     "overhead": ("cost of the policy path", overhead.main),
     "prediction": ("truth of the predictions", lambda: prediction.main([])),
