@@ -12,6 +12,7 @@ import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 # Run as a script, Python puts this folder first on the path, where `kernels/` would shadow the installed
@@ -63,6 +64,7 @@ def _hydra_main(config: DictConfig) -> None:
     from hydra.types import RunMode
 
     job = HydraConfig.get()
+    signal.signal(signal.SIGTERM, _unwind)
     try:
         run_experiment(config, Path(job.runtime.output_dir))
     except ExperimentError as err:
@@ -74,6 +76,11 @@ def _hydra_main(config: DictConfig) -> None:
         sys.stderr.write("twinbed: interrupted; the record says so\n")
         sys.stderr.flush()
         os._exit(err.code)  # not by SystemExit, which Hydra would take for one point's end
+
+
+def _unwind(number: int, frame: FrameType | None) -> None:
+    """SIGTERM ends a run as Ctrl-C does: with its record."""
+    raise SystemExit(128 + number)
 
 
 def main() -> None:
