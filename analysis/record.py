@@ -43,7 +43,7 @@ class LedgerRow:
     count: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Decision:
     """One event and the action that a policy answered with, both as text that is equal for equal values."""
 

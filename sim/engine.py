@@ -41,6 +41,10 @@ class Decisions:
     policy: CommPolicy
     _known: dict[CommEvent, tuple[Plan | None, str, str]] = field(default_factory=dict)
     _plans: dict[Plan | None, tuple[Plan | None, str]] = field(default_factory=dict)  # equal plans are one
+    _same: dict[int, tuple[Plan | None, str]] = field(
+        default_factory=dict
+    )  # by identity: quicker than a plan's hash
+    _kept: list[Plan | None] = field(default_factory=list)  # so that no identity comes twice
     log: list[tuple[str, str]] = field(default_factory=list)
 
     def decide(self, event: CommEvent) -> Plan | None:
@@ -49,9 +53,12 @@ class Decisions:
             plan = self.policy.decide(event)
             if isinstance(event, WeightsNeeded) and plan is not None:
                 check_copy(self.policy, event, plan)
-            if plan not in self._plans:
-                self._plans[plan] = (plan, describe_action(plan))
-            plan, action = self._plans[plan]
+            answer = self._same.get(id(plan))
+            if answer is None:
+                answer = self._plans.setdefault(plan, (plan, describe_action(plan)))
+                self._same[id(plan)] = answer
+                self._kept.append(plan)
+            plan, action = answer
             known = self._known[event] = (plan, describe_event(event), action)
         self.log.append(known[1:])
         return known[0]

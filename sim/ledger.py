@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,16 +130,17 @@ class Ledger:
         rows: list[LedgerRow] = []
         for each in classes:
             rank, count = each.rank, each.count
-            templates: dict[int, list[tuple[_Row, int]]] = {}
+            columns: dict[int, tuple[tuple[Any, ...], ...]] = {}  # a program's rows, a tuple for each field
             for segment in segments:
                 program = segment.program(rank)
-                template = templates.get(id(program))
-                if template is None:
-                    template = templates[id(program)] = self._template(rank, program)
-                iteration = segment.iteration
-                rows += [
-                    LedgerRow(rank, row[0], iteration, *row[1:], count * times) for row, times in template
-                ]
+                found = columns.get(id(program))
+                if found is None:
+                    template = self._template(rank, program)
+                    found = tuple(zip(*((*row, count * times) for row, times in template), strict=True))
+                    columns[id(program)] = found
+                if found:
+                    streams, *rest = found
+                    rows += map(LedgerRow, repeat(rank), streams, repeat(segment.iteration), *rest)
         return rows
 
     def num_rows(self, rank: int, program: Program) -> int:

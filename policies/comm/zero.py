@@ -48,6 +48,9 @@ class ZeroComm:
     gradient_bits: Sequence[int] = field(default=(4, 4))
     gradient_block: int = 256
     ranks_per_node: int = 1
+    _answers: dict[tuple[object, ...], Plan | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def placement(self) -> Placement:
@@ -60,6 +63,17 @@ class ZeroComm:
         return self.zero_stage == 3
 
     def decide(self, event: CommEvent) -> Plan | None:
+        """The answer is the same for every unit, and made once."""
+        key: tuple[object, ...] = ()
+        if isinstance(event, WeightsNeeded):
+            key = (event.phase, event.copy_valid)
+        elif isinstance(event, GradientsReady):
+            key = (event.micro_batch, event.num_micro_batches)
+        if key not in self._answers:
+            self._answers[key] = self._answer(event)
+        return self._answers[key]
+
+    def _answer(self, event: CommEvent) -> Plan | None:
         if isinstance(event, WeightsNeeded):
             return self._gather(event)
         if isinstance(event, GradientsReady):
