@@ -16,18 +16,18 @@ def check_devices(cluster: ClusterConf) -> None:
     Raises:
         ValueError: Naming the cluster, the GPUs it needs here and the ways out.
     """
-    if cluster.num_ranks > MAX_LOCAL_RANKS:
-        raise ValueError(
-            f"cluster.nodes={cluster.nodes} x cluster.devices_per_node={cluster.devices_per_node} with launch=local: "
-            f"{cluster.num_ranks} ranks on this machine, must be at most {MAX_LOCAL_RANKS}; use target=sim, or "
-            "launch=torchrun or launch=slurm for a cluster"
-        )
     found = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if cluster.backend is Backend.nccl and found < cluster.num_ranks:
         raise ValueError(
             f"cluster={cluster.name} with launch=local needs {cluster.num_ranks} GPUs on this machine, found {found}; "
             "use launch=torchrun or launch=slurm to write a script for the cluster, target=sim to simulate it, or "
             "cluster=local_2x2"
+        )
+    if cluster.num_ranks > MAX_LOCAL_RANKS:
+        raise ValueError(
+            f"cluster.nodes={cluster.nodes} x cluster.devices_per_node={cluster.devices_per_node} with launch=local: "
+            f"{cluster.num_ranks} ranks on this machine, must be at most {MAX_LOCAL_RANKS}; use target=sim, or "
+            "launch=torchrun or launch=slurm for a cluster"
         )
 
 

@@ -57,6 +57,11 @@ def test_both_targets_leave_equal_ledgers_and_a_report(tmp_path: Path) -> None:
     assert compared.returncode == 0, compared.stderr
 
 
+def hear_interrupts() -> None:
+    """A shell that starts the tests in the background has them, and their children, ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def workers(folder: Path) -> list[int]:
     """Pids of the ranks that run in this folder."""
     found = []
@@ -75,7 +80,11 @@ def test_a_run_that_is_ended_leaves_two_failed_records(who: str, tmp_path: Path)
     out = tmp_path / "out"
     keys = (*SMALL, "steps=100000", "cluster.shaped=false", f"hydra.run.dir={out}")
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "run.py"), *keys], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        [sys.executable, str(ROOT / "run.py"), *keys],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hear_interrupts,
     )
     metrics = out / "runtime" / "metrics.csv"
     deadline = time.monotonic() + 150
@@ -85,7 +94,10 @@ def test_a_run_that_is_ended_leaves_two_failed_records(who: str, tmp_path: Path)
         os.kill(workers(out)[-1], signal.SIGKILL)
     else:
         process.send_signal(signal.SIGINT if who == "interrupted" else signal.SIGTERM)
-    _, told = process.communicate(timeout=30)
+    try:
+        _, told = process.communicate(timeout=30)
+    finally:
+        process.kill()
     says = "was killed by SIGKILL in step" if who == "rank" else "interrupted"
     assert process.returncode == {"rank": 1, "interrupted": 130, "terminated": 143}[who]
     assert says in told
