@@ -175,8 +175,9 @@ def test_splitting_a_buffer_never_beats_the_bandwidth_bound(cluster, op, axis, p
     at_once = collective_ns(cluster, op, axis, part, fold=True)
     cut = collective_ns(cluster, op, axis, part // cuts, fold=True, repeats=cuts)
     assert cut >= at_once - cuts - 1
-    # gloo's ranks have a connection to each peer, NCCL's one way for all
-    sent = part if op == "all_to_all" and cluster.backend is Backend.gloo else (mesh.size(axis) - 1) * part
+    # gloo's ranks have a connection to each peer, and so have GPUs wired in pairs; others have one way for all
+    own_ways = cluster.backend is Backend.gloo or cluster.intra_node.kind is NodeKind.nvlink_pairs
+    sent = part if op == "all_to_all" and own_ways else (mesh.size(axis) - 1) * part
     assert at_once >= sent / max(cluster.intra_node.bandwidth_Bps, cluster.inter_node.node_Bps) * 1e9 * (
         1 - 1e-9
     )
@@ -239,7 +240,9 @@ def test_every_rank_apart_takes_as_long_as_its_class(cluster, comm, factors):
     experiment = experiment_of(replace(cluster, slowdown=slowdown), comm, steps=4)
     folded = simulate(experiment, spec=SPEC).result
     apart = _apart(experiment)
-    assert folded["iteration_s"]["mean"] == pytest.approx(apart["iteration_s"]["mean"], rel=1e-6)
+    # On rails, ranks of one class may share their NIC with ranks of different classes: folded, all share alike.
+    rel = 0.01 if cluster.inter_node.rails and slowdown else 1e-6
+    assert folded["iteration_s"]["mean"] == pytest.approx(apart["iteration_s"]["mean"], rel=rel)
 
 
 def _apart(experiment):
