@@ -19,6 +19,7 @@ from .executor import Executor, FailureError, Segment, Timing
 from .folded import Folded
 from .interpreter import Transfer
 from .ledger import Ledger, rank_classes, transfers_of
+from .levels import levels
 from .machine import Machine
 from .program import Program
 from .topology import Topology
@@ -174,8 +175,7 @@ class Run:
         for programs in self._each:
             own = np.searchsorted(np.array(list(programs)), ranks, side="right")
             colours = colours * (len(programs) + 1) + own
-        per_node, per_leaf = cluster.devices_per_node, cluster.inter_node.nodes_per_leaf
-        blocks = [per_node, per_node * per_leaf, cluster.num_ranks // cluster.sites]
+        blocks = [level.block for level in levels(cluster)]  # a rail's ranks too: they share its link
         meetings = {(t.axis, abs(t.peer)): None for t in self._transfers}
         return Fold(self.mesh, colours, meetings, blocks)
 
