@@ -20,7 +20,7 @@ from .trainer import Trainer
 from .worker import WorkerContext
 
 CALIBRATION = "calibration.json"
-_WARMUP, _ITERATIONS = 3, 16
+_WARMUP, _ITERATIONS = 2, 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

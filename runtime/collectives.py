@@ -5,7 +5,6 @@ our own, as gloo's reduce-scatter moves an all-reduce's bytes and its all-to-all
 come first. NCCL: the library's.
 """
 
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,7 +16,6 @@ from ..conf.schema import Backend
 from .groups import Group
 from .ring import Codec, ring_reduce_scatter
 
-PAUSE_S = 0.004  # of `Silent`: long enough for a core to fall idle
 _ALL_TO_ALL_TAG = 1_000  # apart from the ring's, which are 0, 1, 2, ...
 
 
@@ -109,46 +107,8 @@ class Nccl(_Library):
         dist.all_to_all(outs, ins, group=group.handle)
 
 
-class Silent:
-    """Sends no data: ranks take their own for that of the others, right in shape and wrong in value.
-
-    To time what an iteration does besides sending: its computation, its quantizing, the engine's own copies. Each
-    collective is a pause and a barrier, for both leave their mark on what follows: cores that were idle begin
-    slowly, and ranks that waited for each other compete for the cores together.
-    """
-
-    def all_gather(self, group: Group, x: Tensor, out: Tensor) -> None:
-        _pause(group)
-        out.view(group.size, -1).copy_(x.clone().expand(group.size, -1))  # `x` may be a part of `out`
-
-    def reduce_scatter(self, group: Group, x: Tensor, out: Tensor, codec: Codec | None) -> None:
-        _pause(group)
-        out.copy_(x[group.index])
-
-    def all_to_all(self, group: Group, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
-        _pause(group)
-        for sent, received in zip(sends, receives, strict=True):
-            received.copy_(sent)
-
-    def all_reduce(self, group: Group, x: Tensor) -> None:
-        _pause(group)
-
-    def broadcast(self, group: Group, x: Tensor, root: int) -> None:
-        _pause(group)
-
-    def reduce(self, group: Group, x: Tensor, root: int) -> None:
-        _pause(group)
-
-
-def _pause(group: Group) -> None:
-    time.sleep(PAUSE_S)
-    dist.barrier(group=group.handle)
-
-
-def build_collectives(backend: Backend, *, communicate: bool = True) -> Collectives:
-    """Those of a backend; with `communicate` False, ones that send nothing."""
-    if not communicate:
-        return Silent()
+def build_collectives(backend: Backend) -> Collectives:
+    """Those of a backend."""
     return Gloo() if backend is Backend.gloo else Nccl()
 
 

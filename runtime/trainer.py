@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 
 from ..conf.compose import load_experiment, model_spec
 from ..conf.model_spec import ModelSpec
-from ..conf.schema import ExperimentConf, OptimizerConf, Recompute
+from ..conf.schema import ClusterConf, ExperimentConf, OptimizerConf, Recompute
 from ..policies.comm import build_comm
 from ..policies.mesh import Mesh
 from .case import Case
@@ -24,7 +24,7 @@ from .checkpoint import (
     prepare_optimizer_state,
     save_checkpoint,
 )
-from .collectives import backend_of, build_collectives
+from .collectives import Collectives, backend_of, build_collectives
 from .data import Batches, Tokens
 from .dispatch import activate
 from .failure import ElsewhereError
@@ -39,6 +39,7 @@ from .memory import PeakMemory, local_bytes, optimizer_bytes
 from .metrics import MetricsWriter, StepMetrics
 from .model import GPT
 from .outcome import RankReport, clock_name, decision_digest, write_outcome
+from .silent import Silent, Way
 from .worker import WorkerContext
 from .wrap import CommEngine, wrap_model
 
@@ -105,7 +106,11 @@ class Trainer:
         mesh = Mesh(context.num_ranks, context.ranks_per_node, policy.hpz_size)
         self.ledger = Ledger(rank=context.rank, mesh=mesh)
         activate(self.ledger)
-        collectives = build_collectives(backend_of(context.device), communicate=communicate)
+        collectives: Collectives = (
+            build_collectives(backend_of(context.device))
+            if communicate
+            else Silent(mesh, context.rank, _way(experiment.cluster))
+        )
         self.engine: CommEngine = wrap_model(
             model,
             policy=policy,
@@ -321,3 +326,9 @@ def _build_optimizer(conf: OptimizerConf, parameters: Sequence[torch.Tensor]) ->
     beta1, beta2 = conf.betas
     # fused: 1.7 ms on gpt_tiny's shards where foreach takes 6.3
     return torch.optim.AdamW(parameters, betas=(beta1, beta2), eps=conf.eps, fused=True, **common)
+
+
+def _way(cluster: ClusterConf) -> Way | None:
+    if not cluster.shaped:
+        return None
+    return Way(cluster.inter_node.node_Bps, cluster.inter_node.latency_ns / 1e9)
