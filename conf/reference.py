@@ -1,6 +1,6 @@
 """docs/keys.md from the schema itself: `python -m twinbed.conf.reference > docs/keys.md`.
 
-A key's meaning is the comment beside it in schema.py; its unit is the ending of its name.
+A key's meaning is the comment beside it in the schema; its unit is the ending of its name.
 """
 
 import ast
@@ -21,7 +21,7 @@ from omegaconf import MISSING
 from . import schema
 from .hints import unit_of
 
-# Keys whose name says it to those who know the field, and that schema.py leaves without a comment
+# Keys whose name says it to those who know the field, and that the schema leaves without a comment
 _SAID = {
     "target": "simulate, train here, or both and compare",
     "engine": "whose order of collectives and computation is followed",
@@ -81,7 +81,7 @@ _GROUPS = ("cluster", "model", "comm", "data", "optimizer")
 _HEAD = """\
 # Keys
 
-Written from `conf/schema.py` by `python -m twinbed.conf.reference`; `pytest tests/conf/test_reference.py
+Written from `conf/schema/` by `python -m twinbed.conf.reference`; `pytest tests/conf/test_reference.py
 --rewrite-goldens` writes it anew. Every key is given on the command line as `key=value`, or in a YAML of your own.
 Numbers stand alone, in the unit that the key's name ends with: `cluster.inter_node.bandwidth_Bps=25e9` is 200 Gbit/s.
 `null` is a value too. A default of `-` comes with the choice of the group (`cluster=`, `model=`, `comm=`, `data=`,
@@ -188,7 +188,7 @@ def _legal(key: str, kind: Any) -> str:
 
 
 def _comments(node: type) -> dict[str, str]:
-    """What schema.py says beside each field, or above it where nothing stands beside."""
+    """What the schema says beside each field, or above it where nothing stands beside."""
     source = inspect.getsource(node)
     beside: dict[int, str] = {}
     alone: dict[int, str] = {}

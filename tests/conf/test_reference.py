@@ -15,7 +15,7 @@ def test_the_page_is_up_to_date(same_as_golden: Callable[[Path, str], None]) -> 
 
 
 def test_every_key_has_a_meaning() -> None:
-    assert [row.key for row in rows() if not row.meaning] == [], "say it beside the field in conf/schema.py"
+    assert [row.key for row in rows() if not row.meaning] == [], "say it beside the field in conf/schema/"
 
 
 @pytest.mark.parametrize(

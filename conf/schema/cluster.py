@@ -1,0 +1,266 @@
+"""Machines: devices, the links within and between nodes, what a probe measured, what goes wrong."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+from .. import conditions
+from .limits import MAX_RANKS, require
+
+
+class NodeKind(Enum):
+    """How the GPUs of a node are joined."""
+
+    nvswitch = "nvswitch"  # each its own way to a switch
+    pcie = "pcie"  # no peer-to-peer: all copies go through the host's memory
+    nvlink_pairs = "nvlink_pairs"  # neighbours 2i and 2i + 1 by NVLink, all others through the host's memory
+
+
+class Algorithm(Enum):
+    """Of NCCL's all-reduce."""
+
+    auto = "auto"  # ring or tree, whichever NCCL's tuner takes to end first
+    ring = "ring"
+    tree = "tree"
+    direct = "direct"  # every rank with every other at once, two hops
+
+
+class Backend(Enum):
+    gloo = "gloo"
+    nccl = "nccl"
+
+
+@dataclass(kw_only=True)
+class DeviceConf:
+    """One GPU (or one rank's share of a CPU)."""
+
+    name: str = "cpu"
+    flop_per_s: float = 1e12  # dense peak at the run's precision
+    matmul_efficiency: float = 0.5  # share of the peak that large matmuls reach within a tile
+    matmul_fixed_tokens: float = 0.0  # each linear product takes as long as with so many tokens more
+    matmul_ramp: int = 0  # products along k that a tile's start and end cost
+    sustained: float = 1.0  # clock under a lasting load of matmuls, as a share of the peak's
+    sms: int = 0  # multiprocessors that tiles of a product are dealt out to; 0: no tiles
+    collective_sms: int = 0  # of these, the ones that a running collective takes from products
+    busy_slowdown: float = 1.0  # of matmuls while a collective runs, beside collective_sms
+    spread: float = 0.0  # standard deviation of the speed of equal devices; the slowest sets the pace
+    flash_forward: float = 0.5  # share of the peak that flash attention reaches on long sequences
+    flash_backward: float = 0.5
+    flash_ramp: int = 0  # keys that a block of queries costs at its start and end
+    memory_bytes: float = 24e9
+    memory_Bps: float = 10e9  # bytes read plus written
+    memory_efficiency: float = 1.0  # share of memory_Bps that streaming kernels reach
+    launch_ns: int = 0  # fixed cost of one kernel on the device
+    host_ns: int = 0  # time of the host to launch one kernel; it runs ahead of the device
+    price_per_hour: float | None = None
+    power_w: float | None = None  # under full load; null: energy_j is not given
+    idle_w: float = 0.0  # while nothing runs
+
+    def __post_init__(self) -> None:
+        for key in ("matmul_efficiency", "sustained", "flash_forward", "flash_backward", "memory_efficiency"):
+            require(0 < getattr(self, key) <= 1, f"cluster.device.{key}", getattr(self, key), "in (0, 1]")
+        at_least_0 = ("matmul_fixed_tokens", "matmul_ramp", "sms", "collective_sms", "flash_ramp", "spread")
+        for key in (*at_least_0, "host_ns", "idle_w"):
+            require(getattr(self, key) >= 0, f"cluster.device.{key}", getattr(self, key), ">= 0")
+        require(
+            not self.collective_sms or self.collective_sms < self.sms,
+            "cluster.device.collective_sms",
+            self.collective_sms,
+            "0, or fewer than cluster.device.sms",
+        )
+        require(self.busy_slowdown >= 1, "cluster.device.busy_slowdown", self.busy_slowdown, ">= 1")
+        require(
+            self.power_w is None or self.power_w >= max(self.idle_w, 1.0),
+            "cluster.device.power_w",
+            self.power_w,
+            "null, or at least cluster.device.idle_w",
+        )
+        for key in ("flop_per_s", "memory_bytes", "memory_Bps"):
+            require(getattr(self, key) > 0, f"cluster.device.{key}", getattr(self, key), "> 0")
+        require(self.launch_ns >= 0, "cluster.device.launch_ns", self.launch_ns, ">= 0")
+        price = self.price_per_hour
+        require(price is None or price >= 0, "cluster.device.price_per_hour", price, ">= 0 or null")
+
+
+@dataclass(kw_only=True)
+class IntraNodeConf:
+    """Between two ranks of a node, each direction."""
+
+    bandwidth_Bps: float = 2e9
+    latency_ns: int = 20_000
+    kind: NodeKind = NodeKind.nvswitch
+    pcie_Bps: float | None = None  # kind=nvlink_pairs: a GPU's way to the host
+    host_Bps: float | None = None  # kind=pcie or nvlink_pairs: of the host's memory, written plus read
+
+    def __post_init__(self) -> None:
+        require(self.bandwidth_Bps > 0, "cluster.intra_node.bandwidth_Bps", self.bandwidth_Bps, "> 0")
+        require(self.latency_ns >= 0, "cluster.intra_node.latency_ns", self.latency_ns, ">= 0")
+        for key, needed in (
+            ("pcie_Bps", self.kind is NodeKind.nvlink_pairs),
+            ("host_Bps", self.kind is not NodeKind.nvswitch),
+        ):
+            value = getattr(self, key)
+            if value is None:
+                legal = f"given with cluster.intra_node.kind={self.kind.value}: the GPUs are not connected"
+                require(not needed, f"cluster.intra_node.{key}", None, legal)
+            else:
+                require(value > 0, f"cluster.intra_node.{key}", value, "> 0")
+
+
+@dataclass(kw_only=True)
+class InterNodeConf:
+    """A node's way to the others: `links` equal links, each direction."""
+
+    links: int = 1
+    bandwidth_Bps: float = 12.5e6  # of one link, in each direction: bytes, not bits
+    latency_ns: int = 0  # one traversal, node to node
+    efficiency: float = 1.0  # share of the nominal bandwidth that payload gets
+    link_table: Any = None  # {links: how many links' worth they deliver}; null, or not in it: all
+    rails: bool = False  # GPUs of equal local index talk on a NIC of their own, others change rails by NVLink
+    nodes_per_leaf: int = 0  # nodes below one leaf switch, leaves joined by a spine; 0: one switch for all
+    oversubscription: float = 1.0  # links down from a leaf for each one up
+
+    def __post_init__(self) -> None:
+        require(self.links >= 1, "cluster.inter_node.links", self.links, ">= 1")
+        require(self.bandwidth_Bps > 0, "cluster.inter_node.bandwidth_Bps", self.bandwidth_Bps, "> 0")
+        require(self.latency_ns >= 0, "cluster.inter_node.latency_ns", self.latency_ns, ">= 0")
+        require(0 < self.efficiency <= 1, "cluster.inter_node.efficiency", self.efficiency, "in (0, 1]")
+        table = conditions.link_table(self.link_table)
+        # text as keys: a record is JSON
+        self.link_table = None if table is None else {str(links): worth for links, worth in table.items()}
+        require(self.nodes_per_leaf >= 0, "cluster.inter_node.nodes_per_leaf", self.nodes_per_leaf, ">= 0")
+        require(
+            self.oversubscription >= 1, "cluster.inter_node.oversubscription", self.oversubscription, ">= 1"
+        )
+
+    @property
+    def node_Bps(self) -> float:
+        """Payload bytes a second of all links of one node, one direction."""
+        worth: float = (self.link_table or {}).get(str(self.links), float(self.links))
+        return worth * self.bandwidth_Bps * self.efficiency
+
+
+@dataclass(kw_only=True)
+class NcclConf:
+    """How NCCL carries a collective out."""
+
+    algorithm: Algorithm = Algorithm.auto  # of an all-reduce
+    protocols: list[str] = field(default_factory=lambda: ["simple"])  # that the tuner chooses from
+    base_latency: bool = False  # NCCL's own constants for the begin of a call come on top of the hops
+    channels: int = 1  # of a ring: where it shares links with other traffic it counts as so many flows
+
+    def __post_init__(self) -> None:
+        legal = ("ll", "ll128", "simple")
+        require(
+            len(self.protocols) > 0 and all(p in legal for p in self.protocols),
+            "cluster.nccl.protocols",
+            list(self.protocols),
+            f"some of {list(legal)}",
+        )
+        require(self.channels >= 1, "cluster.nccl.channels", self.channels, ">= 1")
+
+
+@dataclass(kw_only=True)
+class PartConf:
+    """Nodes with another device, in a mixed cluster."""
+
+    name: str = ""
+    nodes: int = MISSING
+    device: DeviceConf = field(default_factory=DeviceConf)
+
+    def __post_init__(self) -> None:
+        require(self.nodes >= 1, "cluster.parts.nodes", self.nodes, ">= 1")
+
+
+@dataclass(kw_only=True)
+class HostConf:
+    """Costs that a probe measures on a CPU cluster, where ranks share cores and codecs are not free."""
+
+    cores: int = 0  # cores that the ranks of one host share; 0: each rank has its own device
+    all_nodes: bool = False  # one machine hosts all nodes: all ranks share its cores
+    op_ns: dict[str, int] = field(default_factory=dict)  # fixed cost of one collective: "all_gather/world"
+    # a whole small collective, by kind and message bytes: "all_gather/world/512"; the simulator takes off what the
+    # network needs and has op_ns
+    op_measured_ns: dict[str, int] = field(default_factory=dict)
+    codec_ns: dict[str, int] = field(default_factory=dict)  # fixed cost of one codec call: "encode8"
+    codec_ns_per_element: dict[str, float] = field(default_factory=dict)  # "encode8", "decode4", ...
+    # all codec work of one optimizer step, where it was measured in its place: the simulator scales the two above to
+    # it (a probe's buffers are warm, a run's are not)
+    codec_step_ns: int = 0
+    # wall time of one rank while all compute: "forward/root", "forward/block.0", "backward/block.0", "step"; empty:
+    # the device's roofline
+    compute_ns: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(self.cores >= 0, "cluster.host.cores", self.cores, ">= 0")
+
+
+@dataclass(kw_only=True)
+class ClusterConf:
+    name: str = MISSING
+    nodes: int = MISSING
+    devices_per_node: int = MISSING
+    backend: Backend = Backend.gloo
+    shaped: bool = False  # nodes are namespaces of this machine, joined by shaped links
+    device: DeviceConf = field(default_factory=DeviceConf)
+    intra_node: IntraNodeConf = field(default_factory=IntraNodeConf)
+    inter_node: InterNodeConf = field(default_factory=InterNodeConf)
+    host: HostConf = field(default_factory=HostConf)
+    nccl: NcclConf = field(default_factory=NcclConf)
+    parts: list[PartConf] = field(default_factory=list)  # in the order of nodes; empty: all have `device`
+    sites: int = 1  # equal numbers of consecutive nodes, joined by a WAN
+    wan_Bps: float | None = None  # of one site's way to the others, each direction
+    wan_latency_ns: int = 0  # one traversal, site to site
+    slowdown: Any = None  # {rank: factor}, or a list of {rank, factor, from_s, until_s}
+    link_slowdown: Any = None  # a list of {node, factor, from_s, until_s}
+    failures: Any = None  # a list of {rank | node, at_s}, or {mtbf_s}: of a rank, drawn by `seed`
+    emulated_flops_per_s: float | None = None  # the runtime sleeps each unit's matmuls out to this rate
+    guesses: dict[str, Any] = field(default_factory=dict)  # guessed key -> [worst, best]
+    fitted: dict[str, str] = field(default_factory=dict)  # key that was fitted -> on which published rows
+    source: str = ""  # where the figures come from
+
+    def __post_init__(self) -> None:
+        require(self.nodes >= 1, "cluster.nodes", self.nodes, ">= 1")
+        require(self.devices_per_node >= 1, "cluster.devices_per_node", self.devices_per_node, ">= 1")
+        size = f"{self.nodes} * {self.devices_per_node}"
+        require(self.num_ranks <= MAX_RANKS, "cluster.nodes * devices_per_node", size, f"<= {MAX_RANKS}")
+        if self.emulated_flops_per_s is not None:
+            require(
+                self.emulated_flops_per_s > 0,
+                "cluster.emulated_flops_per_s",
+                self.emulated_flops_per_s,
+                "> 0, or null for real compute",
+            )
+        self._check_network()
+        ranks = self.num_ranks
+        conditions.rank_slowdowns(self.slowdown, ranks)
+        conditions.link_slowdowns(self.link_slowdown, self.nodes)
+        conditions.failures(self.failures, num_ranks=ranks, nodes=self.nodes)
+        if self.parts:
+            total = sum(part.nodes for part in self.parts)
+            require(
+                total == self.nodes, "cluster.parts", [p.nodes for p in self.parts], f"{self.nodes} nodes"
+            )
+
+    def _check_network(self) -> None:
+        per_leaf = self.inter_node.nodes_per_leaf
+        require(
+            not per_leaf or per_leaf >= self.nodes or self.nodes % per_leaf == 0,
+            "cluster.inter_node.nodes_per_leaf",
+            per_leaf,
+            f"a divisor of cluster.nodes={self.nodes}, or 0",
+        )
+        divides = self.sites >= 1 and self.nodes % self.sites == 0
+        require(divides, "cluster.sites", self.sites, f"a divisor of cluster.nodes={self.nodes}")
+        if self.sites > 1:
+            given = self.wan_Bps is not None and self.wan_Bps > 0
+            require(
+                given, "cluster.wan_Bps", self.wan_Bps, "> 0 with cluster.sites > 1: they are not connected"
+            )
+        require(self.wan_latency_ns >= 0, "cluster.wan_latency_ns", self.wan_latency_ns, ">= 0")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nodes * self.devices_per_node

@@ -1,0 +1,63 @@
+"""One experiment, whole."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from omegaconf import MISSING
+
+from .cluster import ClusterConf
+from .comm import CommConf, DeepSpeedConf
+from .limits import MAX_SEED, MAX_STEPS, require
+from .model import KernelsConf, ModelConf, Precision, Recompute
+from .parallel import ParallelConf
+from .training import BatchConf, DataConf, GoodputConf, OptimizerConf, TrainConf
+
+
+class Target(Enum):
+    sim = "sim"
+    runtime = "runtime"
+    both = "both"
+
+
+class Engine(Enum):
+    """Whose order of collectives and computation is followed."""
+
+    fsdp2 = "fsdp2"
+    deepspeed_2023 = "deepspeed_2023"  # ZeRO-3 and ZeRO++ as first released, June 2023
+    deepspeed = "deepspeed"  # as of today
+    megatron = "megatron"
+
+
+class Launch(Enum):
+    local = "local"
+    torchrun = "torchrun"
+    slurm = "slurm"
+
+
+@dataclass(kw_only=True)
+class ExperimentConf:
+    target: Target = Target.both
+    cluster: ClusterConf = MISSING
+    model: ModelConf = MISSING
+    comm: CommConf = MISSING
+    parallel: ParallelConf = field(default_factory=ParallelConf)
+    batch: BatchConf = field(default_factory=BatchConf)
+    data: DataConf = MISSING
+    optimizer: OptimizerConf = MISSING
+    train: TrainConf = field(default_factory=TrainConf)
+    engine: Engine = Engine.fsdp2
+    deepspeed: DeepSpeedConf = field(default_factory=DeepSpeedConf)
+    recompute: Recompute = Recompute.none
+    kernels: KernelsConf = field(default_factory=KernelsConf)
+    goodput: GoodputConf = field(default_factory=GoodputConf)
+    precision: Precision = Precision.bf16
+    launch: Launch = Launch.local
+    steps: int = 10
+    warmup_steps: int = 2  # left out of iteration_s
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 1, "steps", self.steps, ">= 1")
+        require(self.steps <= MAX_STEPS, "steps", self.steps, f"<= {MAX_STEPS}")
+        require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, ">= 0")
+        require(0 <= self.seed <= MAX_SEED, "seed", self.seed, f"in [0, {MAX_SEED}]")

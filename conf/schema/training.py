@@ -1,0 +1,122 @@
+"""Batches, data, optimizer, the loop around them, and failures over a long training."""
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from .limits import MAX_LOSS_SCALE, MAX_MICRO_BATCHES, MAX_TIMEOUT_S, MIN_TIMEOUT_S, require
+
+
+@dataclass(kw_only=True)
+class BatchConf:
+    micro: int = 1  # sequences of one rank in one forward
+    accumulation: int = 1  # micro-batches a step
+    global_sequences: int | None = None  # given: accumulation follows
+    sequence: int | None = None  # tokens of a sequence; null: the model's
+
+    def __post_init__(self) -> None:
+        require(self.micro >= 1, "batch.micro", self.micro, ">= 1")
+        few = 1 <= self.accumulation <= MAX_MICRO_BATCHES
+        require(few, "batch.accumulation", self.accumulation, f"in [1, {MAX_MICRO_BATCHES}]")
+        for key in ("global_sequences", "sequence"):
+            value = getattr(self, key)
+            require(value is None or value >= 1, f"batch.{key}", value, ">= 1 or null")
+
+
+@dataclass(kw_only=True)
+class DataConf:
+    name: str = MISSING  # text or synthetic
+    path: str | None = None  # text: a file of your own; null: the standard library's documentation
+    validation_fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        require(self.name in ("text", "synthetic"), "data.name", self.name, "one of ['text', 'synthetic']")
+        require(
+            0 <= self.validation_fraction < 1,
+            "data.validation_fraction",
+            self.validation_fraction,
+            "in [0, 1)",
+        )
+
+
+@dataclass(kw_only=True)
+class OptimizerConf:
+    name: str = MISSING  # adamw or sgd
+    lr: float = 1e-3
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.name in ("adamw", "sgd"), "optimizer.name", self.name, "one of ['adamw', 'sgd']")
+        require(self.lr > 0, "optimizer.lr", self.lr, "> 0")
+        for key in ("eps", "weight_decay", "momentum"):
+            require(getattr(self, key) >= 0, f"optimizer.{key}", getattr(self, key), ">= 0")
+        require(
+            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
+            "optimizer.betas",
+            list(self.betas),
+            "two numbers in [0, 1)",
+        )
+
+
+@dataclass(kw_only=True)
+class TrainConf:
+    gradient_clipping: float = 1.0  # global L2 norm; 0: off
+    warmup_lr_steps: int = 0
+    lr_schedule: str = "constant"  # constant, linear or cosine, down to lr_min_fraction at `steps`
+    lr_min_fraction: float = 0.1
+    loss_scale: float = 0.0  # fp16: 0 is dynamic
+    eval_every: int = 0  # steps between validations; 0: none
+    eval_batches: int = 4
+    save_every: int = 0  # steps between checkpoints; 0: none
+    resume_from: str | None = None  # a checkpoint folder
+    tensorboard: bool | None = None  # write TensorBoard's files beside metrics.csv; null: if it is installed
+    tokens: float | None = None  # gives time_to_train_s, gpu_hours and cost
+    timeout_s: float = 20.0  # a collective that waits longer fails the run
+
+    def __post_init__(self) -> None:
+        require(self.gradient_clipping >= 0, "train.gradient_clipping", self.gradient_clipping, ">= 0")
+        require(
+            self.lr_schedule in ("constant", "linear", "cosine"),
+            "train.lr_schedule",
+            self.lr_schedule,
+            "one of ['constant', 'linear', 'cosine']",
+        )
+        for key in ("warmup_lr_steps", "eval_every", "save_every"):
+            require(getattr(self, key) >= 0, f"train.{key}", getattr(self, key), ">= 0")
+        require(
+            0 <= self.loss_scale <= MAX_LOSS_SCALE,
+            "train.loss_scale",
+            self.loss_scale,
+            f"in [0, {MAX_LOSS_SCALE:.0f}] (0: dynamic)",
+        )
+        lowest = self.lr_min_fraction
+        require(0 <= lowest <= 1, "train.lr_min_fraction", lowest, "in [0, 1], a share of optimizer.lr")
+        few = 1 <= self.eval_batches <= MAX_MICRO_BATCHES
+        require(few, "train.eval_batches", self.eval_batches, f"in [1, {MAX_MICRO_BATCHES}]")
+        require(self.tokens is None or self.tokens > 0, "train.tokens", self.tokens, "> 0 or null")
+        require(
+            MIN_TIMEOUT_S <= self.timeout_s <= MAX_TIMEOUT_S,
+            "train.timeout_s",
+            self.timeout_s,
+            f"in [{MIN_TIMEOUT_S:.0f}, {MAX_TIMEOUT_S:.0f}]",
+        )
+
+
+@dataclass(kw_only=True)
+class GoodputConf:
+    """What gives the share of a training that is progress; node_mtbf_h null: not asked for."""
+
+    node_mtbf_h: float | None = None  # mean hours between failures of one node
+    checkpoint_s: float = 60.0  # that training stands still for a checkpoint
+    interval_s: float | None = None  # of work between two; null: the best (Young, Daly)
+    restart_s: float = 300.0  # from a failure until training goes on
+
+    def __post_init__(self) -> None:
+        for key in ("node_mtbf_h", "interval_s"):
+            value = getattr(self, key)
+            require(value is None or value > 0, f"goodput.{key}", value, "> 0 or null")
+        for key in ("checkpoint_s", "restart_s"):
+            require(getattr(self, key) >= 0, f"goodput.{key}", getattr(self, key), ">= 0")
