@@ -11,7 +11,8 @@ from ..policies.comm import CommPolicy
 from ..policies.comm.memory import state_bytes
 from .device import Device, Tally
 from .interpreter import Work
-from .layers import block_modules, block_work, embed_work, head_work, kernels_of
+from .layers import block_modules, block_work, kernels_of
+from .root_layers import embed_work, head_work
 
 if TYPE_CHECKING:
     from .megatron.costs import LayoutCosts

@@ -1,4 +1,4 @@
-"""Which kernels a block, the embedding and the head are made of, and what each keeps for its backward.
+"""Which kernels a block is made of, and what each keeps for its backward; `root_layers` has what lies around them.
 
 A block is a list of modules; times, recomputation and activations all follow from it. `tensor` cuts it as
 Megatron does: columns of the first product of each sublayer, rows of the second; with `sequence_parallel` the
@@ -10,18 +10,16 @@ Bytes are counted kernel by kernel: "2 + 2" reads one 16-bit tensor and writes o
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ..conf.model_flop import Matmul, block_matmuls, recompute_flop, root_matmuls
+from ..conf.model_flop import Matmul, block_matmuls, recompute_flop
 from ..conf.model_spec import ModelSpec
 from ..conf.schema import Attention, Engine, ExperimentConf, Fusion
 from .device import Device, Tally
 
 ATTENTION, MLP = "attention", "mlp"  # the two sublayers of a block
 CORE = ("scores", "softmax", "context", "flash")  # what Megatron's selective recomputation repeats
-BEFORE_BLOCKS = ("patch", "embedding_in")  # root products before the blocks; all others follow them
 ROTARY = ("llama", "qwen2", "mixtral")  # families with rotary positions and root-mean-square norms
 CAUSAL = ("gpt", "gpt2", "llama", "qwen2", "opt", "mixtral")
 FLOAT = 4  # bytes
-TEXT_HEADS = ("lm", "masked_lm", "pretraining")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +192,7 @@ def block_modules(
     Korthikanti et al. 2022, equation 1, and to its equations 2 and 4 with `tensor`.
     """
     _check_tensor(spec, tensor)
-    return _Block(spec, device, sequence, micro, tensor, sequence_parallel, kernels).modules()
+    return Block(spec, device, sequence, micro, tensor, sequence_parallel, kernels).modules()
 
 
 def _check_tensor(spec: ModelSpec, tensor: int) -> None:
@@ -203,7 +201,7 @@ def _check_tensor(spec: ModelSpec, tensor: int) -> None:
             raise ValueError(f"parallel.tensor={tensor} must divide model.{key}={getattr(spec, key)}")
 
 
-class _Block:
+class Block:
     """Builds the modules of one block. All sizes are of one rank."""
 
     def __init__(
@@ -226,7 +224,7 @@ class _Block:
         self.products = {p.kind: p for p in block_matmuls(spec, sequence=sequence, micro=micro)}
 
     def modules(self) -> tuple[Module, ...]:
-        attention = [self._norm("norm1", ATTENTION)]
+        attention = [self.norm("norm1", ATTENTION)]
         names = ("qkv",) if "qkv" in self.products else ("q", "k", "v")
         # q, k and v read one tensor, and keep it once
         attention += [self._column(name, ATTENTION, keeps=name == names[0]) for name in names]
@@ -235,7 +233,7 @@ class _Block:
         attention += self._core()
         attention += [self._row("out", ATTENTION), self._residual("residual1", ATTENTION)]
         wide = ("gate", "up") if self.spec.is_gated else ("fc1",)
-        mlp = [self._norm("norm2", MLP)]
+        mlp = [self.norm("norm2", MLP)]
         mlp += [self._column(name, MLP, keeps=name == wide[0]) for name in wide]
         mlp += [
             self._activation(),
@@ -268,7 +266,7 @@ class _Block:
             backward += self.device.streamed(product.m * product.n * self.element, 1)
         return Module(product.kind, sublayer, forward, backward, saved_bytes, linear=True)
 
-    def _norm(self, name: str, sublayer: str) -> Module:
+    def norm(self, name: str, sublayer: str) -> Module:
         e, numel = self.element, self.own_tokens * self.spec.hidden
         if self.spec.family in ROTARY and not self.kernels.fused:
             # Meta's RMSNorm, one kernel an operation: to fp32 (e + 4), square (8), mean (4), scale (8), back
@@ -375,81 +373,3 @@ def _sum(tallies: Iterable[Tally]) -> Tally:
     for tally in tallies:
         total += tally
     return total
-
-
-def embed_work(
-    spec: ModelSpec,
-    device: Device,
-    *,
-    sequence: int,
-    micro: int = 1,
-    tensor: int = 1,
-    sequence_parallel: bool = False,
-    kernels: Kernels = Kernels(),
-) -> tuple[Tally, Tally]:
-    """Forward and backward of what lies before the blocks. With `tensor` each rank has a part of the vocabulary."""
-    tokens, e = sequence * micro, device.element_bytes
-    forward, backward = Tally(), Tally()
-    for product in root_matmuls(spec, sequence=sequence, micro=micro):
-        if product.kind in BEFORE_BLOCKS:
-            ahead, behind = device.linear(product)
-            forward, backward = forward + ahead, backward + behind
-    # token and position are looked up and added; backward clears the table's gradient and adds rows to it
-    numel = tokens * spec.hidden
-    forward += device.streamed(3.0 * numel * e, 2)
-    backward += device.streamed(3.0 * numel * e + spec.vocab // tensor * spec.embedding_width * e, 2)
-    if kernels.dropout:
-        own = numel / tensor if sequence_parallel else float(numel)
-        forward += device.streamed((2 * e + 1) * own, 1)
-        backward += device.streamed((2 * e + 1) * own, 1)
-    return forward, backward
-
-
-def head_work(
-    spec: ModelSpec,
-    device: Device,
-    *,
-    sequence: int,
-    micro: int = 1,
-    tensor: int = 1,
-    sequence_parallel: bool = False,
-    kernels: Kernels = Kernels(),
-) -> tuple[Tally, Tally]:
-    """Forward and backward of what lies behind the blocks: final norm, logits and loss (of an own part of the
-    vocabulary with `tensor`)."""
-    tokens, e = sequence * micro, device.element_bytes
-    block = _Block(spec, device, sequence, micro, 1, False, kernels)
-    norm = block._norm("norm", MLP)
-    cut = tensor if sequence_parallel else 1
-    forward = device.streamed(norm.forward.nbytes / cut, norm.forward.kernels)
-    backward = device.streamed(norm.backward.nbytes / cut, norm.backward.kernels)
-    for product in root_matmuls(spec, sequence=sequence, micro=micro):
-        if product.kind in BEFORE_BLOCKS:
-            continue
-        if product.kind == "logits":
-            product = Matmul("logits", product.m, -(-product.n // tensor), product.k)
-        gradient = 2 * FLOAT if kernels.main_gradients else None
-        ahead, behind = device.linear(product, gradient_bytes=gradient)
-        forward, backward = forward + ahead, backward + behind
-    rows = tokens if spec.head in TEXT_HEADS else micro
-    classes = -(-spec.vocab // tensor) if spec.head in TEXT_HEADS else spec.classes
-    numel = float(rows * classes)
-    if kernels.main_gradients:
-        # Megatron's vocabulary-parallel loss: to fp32 (e + 4), maximum (4), difference (8), exponential (8), sum
-        # (4), quotient (8); backward one pass over fp32 (8), to 16 bits (4 + e)
-        forward += device.streamed((36 + e) * numel, 6)
-        backward += device.streamed((12 + e) * numel, 2)
-    else:
-        # torch: to fp32 (e + 4), logarithm of softmax (8); backward: its gradient is written (4), softmax' own
-        # (12), to 16 bits (4 + e)
-        forward += device.streamed((12 + e) * numel, 3)
-        backward += device.streamed((20 + e) * numel, 4)
-    return forward, backward
-
-
-def head_bytes(spec: ModelSpec, device: Device, *, sequence: int, micro: int = 1, tensor: int = 1) -> float:
-    """What the head keeps for its backward: its input, the logits, and fp32 of them for the loss."""
-    tokens, e = sequence * micro, device.element_bytes
-    rows = tokens if spec.head in TEXT_HEADS else micro
-    classes = -(-spec.vocab // tensor) if spec.head in TEXT_HEADS else spec.classes
-    return float(tokens * spec.hidden * e + rows * classes * (e + FLOAT))

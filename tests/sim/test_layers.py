@@ -6,7 +6,8 @@ from twinbed.conf.model_flop import forward_flop, recompute_flop, root_matmuls
 from twinbed.conf.model_spec import spec_from_keys
 from twinbed.conf.schema import DeviceConf
 from twinbed.sim.device import Device
-from twinbed.sim.layers import Kernels, block_modules, block_work, embed_work, head_bytes, head_work
+from twinbed.sim.layers import Kernels, block_modules, block_work
+from twinbed.sim.root_layers import embed_work, head_bytes, head_work
 
 OLD = Kernels(flash=False, fused=True, dropout=True, early_stop=False, main_gradients=True)
 NEW = Kernels()
