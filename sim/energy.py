@@ -9,8 +9,8 @@ from ..conf.schema import DeviceConf
 # lies between them. A guess of 5 pJ a bit.
 INTRA_NODE_J_PER_BYTE = 5e-12 * 8
 
-# Between nodes: an adapter of 200 Gbit/s draws about 20 W (ConnectX-6 data sheet), its share of a 40-port switch of 400
-# W (QM8700 data sheet) 10 W, and two transceivers 4.5 W each: 39 W for 200 Gbit/s
+# Between nodes, a guess (30 to 53 W for 200 Gbit/s): an adapter some 20 W, its share of a 40-port switch 10 W, two
+# transceivers 4.5 W each (an active cable takes up to 6 W a port, NVIDIA's SuperPOD cabling guide)
 INTER_NODE_J_PER_BYTE = 39.0 / 25e9
 
 

@@ -10,7 +10,8 @@ from ..conf.schema import Backend, Engine, ExperimentConf, Precision, Recompute
 from ..policies.comm import CommPolicy, Placement
 from ..policies.comm.memory import state_bytes
 from .device import Device
-from .layers import BlockWork, block_work, head_bytes, kernels_of
+from .layers import BlockWork, block_work, kernels_of
+from .root_layers import head_bytes
 
 CLASSES = ("parameters", "gradients", "optimizer", "secondary_shard", "activations", "buffers")
 
@@ -21,7 +22,8 @@ class Convention(Enum):
     half_gradients = (
         "2+14"  # 16-bit weight 2; 16-bit gradient 2, fp32 master copy 4 and moments 8 (ZeRO, section 3)
     )
-    float_gradients = "2+16"  # the same with fp32 gradients: Megatron's main gradients, DeepSpeed's estimator
+    float_gradients = "2+16"  # the same with fp32 gradients: Megatron in bf16, DeepSpeed's estimator
+    float_copies = "2+18"  # 16-bit gradients, and fp32 copies of them for the optimizer: Megatron in fp16
     float_shards = "4+12"  # FSDP2: fp32 weight (also the master copy) 4; fp32 gradient 4 and moments 8
 
     @property
@@ -76,7 +78,8 @@ def activation_bytes(spec: ModelSpec, experiment: ExperimentConf) -> int:
 def convention(experiment: ExperimentConf, policy: CommPolicy) -> Convention:
     """How this engine keeps its states."""
     if experiment.engine.value == "megatron":
-        return Convention.float_gradients
+        fp16 = experiment.precision is Precision.fp16
+        return Convention.float_copies if fp16 else Convention.float_gradients
     shards = policy.placement is Placement.sharded and policy.reshard_after_forward
     return (
         Convention.float_shards
@@ -199,6 +202,8 @@ def _states(experiment: ExperimentConf, spec: ModelSpec, policy: CommPolicy) -> 
             optimizer = shard * (optimizer_bytes(experiment) - master)
         case Convention.float_gradients:
             gradients = gradients // element * 4
+        case Convention.float_copies:
+            optimizer += 4 * (optimizer // optimizer_bytes(experiment))
         case Convention.half_gradients:
             pass
     return {

@@ -1,7 +1,9 @@
 """NCCL's choice of algorithm and protocol, and what a collective then costs.
 
-Constants: NVIDIA/nccl 2.20, src/graph/tuning.cc (base and hop latencies, shares of bandwidth, the trees'
-correction by size). A ring passes each chunk on as it comes: one latency a hop and the bytes of one rank's link.
+Constants: NVIDIA/nccl, src/graph/tuning.cc (base and hop latencies, shares of bandwidth, the trees' correction by
+size). Rings: 2.20.3 (since 2.21.5 LL takes half the bandwidth). Trees: 2.25.1 (2.20.3 has hops of 28 us for simple
+and no base). Left out: ceilings per channel and GPU, a tree pattern's 0.85, and the plateau of rings (their latency
+1.4 to 1.9 times). A ring passes each chunk on as it comes: one latency a hop and the bytes of one rank's link.
 """
 
 import math
@@ -15,43 +17,26 @@ from .levels import PAIRWISE, RING, Traffic, Use
 from .reach import Reach, reach
 
 # microseconds: (tree, ring)
-BASE_US = {"ll": (6.8, 6.6), "ll128": (14.0, 14.0), "simple": (0.0, 8.4)}
+BASE_US = {"ll": (6.8, 6.6), "ll128": (14.0, 14.0), "simple": (8.4, 8.4)}
 # microseconds of a hop, (tree, ring): within a node by NVLink, and between nodes. The configured latencies are those
 # of a ring with the simple protocol; the others keep NCCL's proportion to it.
 HOP_INSIDE_US = {"ll": (0.6, 0.6), "ll128": (1.25, 1.9), "simple": (4.0, 3.4)}
 HOP_OUTSIDE_US = {"ll": (5.0, 2.7), "ll128": (8.5, 4.0), "simple": (14.0, 14.0)}
 
-TREE_SHARE = 0.9  # of the ring's bandwidth
+TREE_SHARE = 0.92  # of the ring's bandwidth
 # By powers of two from 64 bytes on; above them, 1.
 TREE_SIZE_SHARE = {
-    "ll": (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1),
+    "ll": (
+        *(1.0, 1.0, 1.0, 1.0, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5),
+        *(0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0, 1.0, 1.0),
+    ),
     "ll128": (
-        1,
-        1,
-        1,
-        1,
-        1,
-        0.9,
-        0.8,
-        0.8,
-        0.8,
-        0.7,
-        0.6,
-        0.6,
-        0.6,
-        0.5,
-        0.6,
-        0.6,
-        0.7,
-        0.7,
-        0.8,
-        0.9,
-        0.9,
-        1,
+        *(1.0, 1.0, 1.0, 1.0, 1.0, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6),
+        *(0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1.0, 1.0),
     ),
     "simple": (
-        *(0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6),
-        *(0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.6, 0.6, 0.7, 0.8, 0.9),
+        *(0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5),
+        *(0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9),
     ),
 }
 
@@ -154,7 +139,7 @@ class Nccl:
         if protocol == "ll":
             share /= 3.8
         elif protocol == "ll128":
-            share *= 7 / 9 if at.nodes == 1 else 0.915
+            share *= 7 / 9 if at.nodes == 1 else 120 / 128
         return Way(
             "tree", RING, latency_ns + self._base_ns(protocol, 0), 2.0 * transfer.payload_bytes / share
         )

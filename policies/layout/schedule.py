@@ -53,7 +53,7 @@ def num_warm_up(schedule: str, *, stage: int, stages: int, chunks: int, micro_ba
         return total
     if schedule == "interleaved" and chunks > 1:
         if micro_batches == stages:
-            return total  # Megatron runs all forwards first then
+            return total  # Megatron-LM ran all forwards first then; its newest schedule has no such case
         return min(total, 2 * (stages - stage - 1) + (chunks - 1) * stages)
     return min(total, stages - stage - 1)
 

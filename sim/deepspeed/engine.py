@@ -2,8 +2,9 @@
 
 engine=deepspeed_2023 follows the release of June 2023, with which the ZeRO++ paper's tables were made;
 engine=deepspeed that of today. They differ in two named options (`conf.schema.DeepSpeedConf`): which gathers may
-read the node copy, and whether gathers run beside computation. Nothing in DeepSpeed's source keeps them from it;
-that the paper's did not is what its tables say (every other rule misses them by ten percent and more).
+read the node copy, and whether gathers run beside computation; and today's host waits for node copies. Nothing
+in DeepSpeed's source keeps gathers from it; that the paper's did not run so is what its tables say (every other
+rule misses them by ten percent and more).
 
 Rules of the streams: one host thread runs the hooks, far ahead of the device but for its limits; computation,
 gathers and reductions have a stream each; NCCL runs the collectives of one group of ranks in the order of issue.
@@ -28,9 +29,11 @@ from .script import GATHER, REDUCE, Rows, Script, rows_of
 
 COPIES: State = ("copies",)  # a segment begins with node copies that are good
 
+# Which gathers read the node copy; whether gathers run beside computation; whether the host waits until a node
+# copy is cut (PR #5216, March 2024)
 _RELEASES = {
-    Engine.deepspeed_2023: (NodeCopyRule.backward_hook, False),
-    Engine.deepspeed: (NodeCopyRule.exists, True),
+    Engine.deepspeed_2023: (NodeCopyRule.backward_hook, False, False),
+    Engine.deepspeed: (NodeCopyRule.exists, True, True),
 }
 
 
@@ -56,7 +59,7 @@ class DeepSpeed:
                 f"engine={which} needs cluster.backend=nccl and no probed cluster.host.compute_ns: cluster="
                 f"{cluster.name} has backend={cluster.backend.value}"
             )
-        node_copy, overlaps = _RELEASES[experiment.engine]
+        node_copy, overlaps, self.waits_for_copies = _RELEASES[experiment.engine]
         self.node_copy = conf.node_copy if conf.node_copy is not None else node_copy
         self.overlaps = conf.overlap_gathers if conf.overlap_gathers is not None else overlaps
         self.conf = conf
@@ -223,9 +226,10 @@ class _Segment:
             self._gradients(module.holds)
         for at in stop.released:
             cut = self.cuts.pop(at, None)
-            if cut is not None:  # the host waits for it (DeepSpeed PR #5216)
+            if cut is not None:
                 item = script.main(COMPUTE, phase, module.unit, cut, ())
-                script.host_waits((item,))
+                if self.engine.waits_for_copies:
+                    script.host_waits((item,))
                 self.copies.add(at)
 
     def _gather(self, places: Sequence[int], asked: Pass, phase: str) -> None:

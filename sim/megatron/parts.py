@@ -35,10 +35,9 @@ from ..layers import (
     Module,
     block_modules,
     block_work,
-    embed_work,
-    head_work,
     recomputed_modules,
 )
+from ..root_layers import embed_work, head_work
 
 FLOAT_BYTES = 4
 GRADIENT_BYTES = 2 * FLOAT_BYTES  # a weight's gradient is added to one in fp32: read and written

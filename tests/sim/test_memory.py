@@ -6,7 +6,7 @@ import pytest
 
 from twinbed.conf.compose import compose
 from twinbed.conf.model_spec import num_parameters, parameters
-from twinbed.conf.schema import Backend, DeviceConf, Engine, GoodputConf, KernelsConf, Recompute
+from twinbed.conf.schema import Backend, DeviceConf, Engine, GoodputConf, KernelsConf, Precision, Recompute
 from twinbed.policies.comm import build_comm
 from twinbed.sim.energy import INTER_NODE_J_PER_BYTE, INTRA_NODE_J_PER_BYTE, energy_j
 from twinbed.sim.goodput import best_interval_s, goodput, goodput_of
@@ -95,7 +95,7 @@ def test_the_reason_says_when_and_what(make_experiment, make_spec):
 
 
 def test_conventions(make_experiment, make_spec):
-    assert [c.bytes_per_parameter for c in Convention] == [16, 18, 16]
+    assert [c.bytes_per_parameter for c in Convention] == [16, 18, 20, 16]
     spec = make_spec()
     _, held, policy = points_of(make_experiment("ddp"), spec)
     assert convention(make_experiment("ddp"), policy) is Convention.half_gradients
@@ -105,6 +105,10 @@ def test_conventions(make_experiment, make_spec):
     _, held, policy = points_of(megatron, spec)
     assert convention(megatron, policy) is Convention.float_gradients
     assert (held["parameters"], held["gradients"], held["optimizer"]) == (2 * n, 4 * n, 12 * n)
+    megatron = make_experiment("ddp", engine=Engine.megatron, precision=Precision.fp16)
+    _, held, policy = points_of(megatron, spec)
+    assert convention(megatron, policy) is Convention.float_copies
+    assert (held["parameters"], held["gradients"], held["optimizer"]) == (2 * n, 2 * n, 16 * n)
     _, held, policy = points_of(make_experiment(), spec)
     assert convention(make_experiment(), policy) is Convention.float_shards
     shard = n / 4
