@@ -33,6 +33,8 @@ _STREAM_COLOURS = {
     "quantize": "#7a8794",
     "gather": "#e08e2b",
     "reduce": "#3a9d5d",
+    "reduce_local": "#8cc9a1",
+    "reduce_node": "#1f6e3d",
     "library": "#a05fb8",
 }
 _SPARE_COLOURS = ("#c44e52", "#64b5cd", "#8c8c8c", "#937860", "#da8bc3")

@@ -211,29 +211,60 @@ def read_record(folder: Path) -> Record:
 
 
 def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
-    """Chrome trace events, which Perfetto opens: pid is the rank, tid the stream, times in microseconds."""
-    streams = sorted({span.stream for span in spans})
-    tid = {stream: i for i, stream in enumerate(streams)}
+    """Chrome trace events, which Perfetto opens: pid is the rank, tid the stream, times in microseconds.
+
+    Spans on a track must nest: where those of a stream overlap otherwise, it has further tracks.
+    """
+    ordered = sorted(spans, key=lambda s: (s.start_ns, s.rank, s.stream, -s.end_ns))
+    lanes = _lanes(ordered)
+    tid = {
+        track: i
+        for i, track in enumerate(sorted({(s.stream, n) for s, n in zip(ordered, lanes, strict=True)}))
+    }
     events: list[dict[str, Any]] = []
     for rank in sorted({span.rank for span in spans}):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        for stream in streams:
+        for (stream, lane), number in tid.items():
+            name = f"{stream} {lane + 1}" if lane else stream
             events.append(
-                {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid[stream], "args": {"name": stream}}
+                {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": name}}
             )
-    for span in sorted(spans, key=lambda s: (s.start_ns, s.rank, s.stream, -s.end_ns)):
+    for span, lane in zip(ordered, lanes, strict=True):
         events.append(
             {
                 "ph": "X",
                 "name": span.name,
                 "pid": span.rank,
-                "tid": tid[span.stream],
+                "tid": tid[span.stream, lane],
                 "ts": span.start_ns / 1000,
                 "dur": (span.end_ns - span.start_ns) / 1000,
                 "args": {"bytes": span.nbytes, "stream": span.stream},
             }
         )
     return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _lanes(ordered: Sequence[Span]) -> list[int]:
+    """For each span the first track of its rank and stream on which it lies within or behind the others."""
+    open_ends: dict[tuple[int, str], list[list[int]]] = {}  # of each track, the ends of the spans around here
+    found = []
+    for span in ordered:
+        tracks = open_ends.setdefault((span.rank, span.stream), [])
+        lane = 0
+        while lane < len(tracks) and not _fits(span, tracks[lane]):
+            lane += 1
+        if lane == len(tracks):
+            tracks.append([])
+        tracks[lane].append(span.end_ns)
+        found.append(lane)
+    return found
+
+
+def _fits(span: Span, ends: list[int]) -> bool:
+    """Whether `span` lies within the last of the spans that end at `ends`, once those before it are dropped."""
+    while ends and ends[-1] <= span.start_ns:
+        ends.pop()
+    return not ends or span.end_ns <= ends[-1]
 
 
 def write_text(path: Path, text: str | Iterable[str]) -> None:

@@ -32,7 +32,10 @@ POLICIES = {
 
 
 class InMemory:
-    """Collectives between threads: what `runtime.collectives` promises, with a table in place of a network."""
+    """Collectives between threads: what `runtime.collectives` promises, with a table in place of a network.
+
+    All have ended when they return, those that were asked for `later` too.
+    """
 
     def __init__(self, world: int) -> None:
         self._barriers: dict[tuple[int, ...], threading.Barrier] = {}
@@ -44,14 +47,16 @@ class InMemory:
             barrier = self._barriers.setdefault(group.ranks, threading.Barrier(group.size))
         barrier.wait()
 
-    def all_gather(self, group: Group, x: Tensor, out: Tensor) -> None:
+    def all_gather(self, group: Group, x: Tensor, out: Tensor, *, later: bool = False) -> None:
         me = group.ranks[group.index]
         self._table[me, me] = x.clone()  # `x` may be a part of `out`
         self._wait(group)
         out.view(group.size, -1).copy_(torch.stack([self._table[rank, rank] for rank in group.ranks]))
         self._wait(group)
 
-    def all_to_all(self, group: Group, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
+    def all_to_all(
+        self, group: Group, sends: Sequence[Tensor], receives: Sequence[Tensor], *, later: bool = False
+    ) -> None:
         me = group.ranks[group.index]
         peers = [rank for rank in group.ranks if rank != me]
         for peer, message in zip(peers, sends, strict=True):

@@ -15,6 +15,7 @@ from .deepspeed import read_deepspeed_config
 from .hf import read_hf_config
 from .hints import hint
 from .model_spec import ModelSpec, spec_from_keys
+from .offload_check import check_offload
 from .schema import (
     Backend,
     DeepSpeedConf,
@@ -22,7 +23,10 @@ from .schema import (
     ExperimentConf,
     GradientPath,
     HpzLifetime,
+    LambCorrection,
     Launch,
+    MomentumOrder,
+    OptimizerConf,
     Precision,
     Recompute,
     Target,
@@ -203,8 +207,6 @@ def _import_deepspeed(config: DictConfig, warnings: list[str]) -> DictConfig:
     imported = read_deepspeed_config(Path(path))
     for key, value in imported.overrides.items():
         if key == "optimizer":
-            if value not in ("adamw", "sgd"):
-                raise ValueError(f"{path}: optimizer {value!r}: must be one of ['adamw', 'sgd']")
             key = "optimizer.name"
         before = OmegaConf.select(config, key)
         before = before.value if isinstance(before, Enum) else before
@@ -274,6 +276,11 @@ def _check(experiment: ExperimentConf, spec: ModelSpec, warnings: list[str]) -> 
         raise ValueError(
             f"engine={experiment.engine.value} needs target=sim, got target={experiment.target.value}"
         )
+    if experiment.engine is not Engine.fsdp2 and experiment.optimizer.name in ("lamb", "lars"):
+        raise ValueError(
+            f"optimizer={experiment.optimizer.name} needs engine=fsdp2, got engine={experiment.engine.value}: how that "
+            "takes norms of what it cuts into flat parts is not modelled; use optimizer=adamw or sgd"
+        )
     if experiment.steps <= experiment.warmup_steps:
         warnings.append(
             f"steps={experiment.steps} is not more than warmup_steps={experiment.warmup_steps}: "
@@ -282,6 +289,7 @@ def _check(experiment: ExperimentConf, spec: ModelSpec, warnings: list[str]) -> 
     if experiment.data.path is not None and experiment.data.name != "text":
         raise ValueError(f"data.path={experiment.data.path!r} has no effect with data={experiment.data.name}")
     warnings += _without_effect(experiment)
+    warnings += check_offload(experiment)
     if experiment.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("train.tensorboard=true needs the package tensorboard: pip install tensorboard")
     if experiment.target is not Target.sim:
@@ -292,7 +300,6 @@ def _without_effect(experiment: ExperimentConf) -> list[str]:
     """Keys that were set, and that nothing reads in this experiment."""
     comm, train, optimizer = experiment.comm, experiment.train, experiment.optimizer
     family = comm.policy is None
-    adamw = optimizer.name == "adamw"
     target = experiment.target
     qgz = "comm.zero_quantized_gradients=true"
     readers: list[tuple[str, object, object, bool, str]] = [
@@ -341,7 +348,7 @@ def _without_effect(experiment: ExperimentConf) -> list[str]:
             experiment.cluster.backend is Backend.gloo,
             "cluster.backend=gloo",
         ),
-        ("optimizer.momentum", optimizer.momentum, 0.0, not adamw, "optimizer=sgd"),
+        *_optimizer_readers(optimizer),
         ("train.loss_scale", train.loss_scale, 0.0, experiment.precision is Precision.fp16, "precision=fp16"),
         (
             "train.lr_min_fraction",
@@ -380,6 +387,30 @@ def _without_effect(experiment: ExperimentConf) -> list[str]:
     ]
 
 
+def _optimizer_readers(optimizer: OptimizerConf) -> Iterable[tuple[str, object, object, bool, str]]:
+    """Keys of `optimizer` that only some optimizers read, as `_without_effect` has them."""
+    lamb: tuple[tuple[str, ...], str] = (("lamb",), "optimizer=lamb")
+    lars: tuple[tuple[str, ...], str] = (("lars",), "optimizer=lars")
+    both: tuple[tuple[str, ...], str] = (("lamb", "lars"), "optimizer=lamb or lars")
+    readers = {
+        "momentum": (("sgd", "lars"), "optimizer=sgd or lars"),
+        **dict.fromkeys(("bias_correction", "max_norm", "min_norm", "decay_in_ratio"), lamb),
+        **dict.fromkeys(("eeta", "clip"), lars),
+        **dict.fromkeys(("max_coeff", "min_coeff", "exclude_1d"), both),
+    }
+    for key in fields(OptimizerConf):
+        if key.name in readers:
+            names, needs = readers[key.name]
+            read = optimizer.name in names
+            yield f"optimizer.{key.name}", getattr(optimizer, key.name), key.default, read, needs
+    corrects = optimizer.name == "lamb" and optimizer.bias_correction
+    needs = "optimizer=lamb and optimizer.bias_correction"
+    yield "optimizer.correction", optimizer.correction, LambCorrection.moments, corrects, needs
+    sums = optimizer.name == "lars" and optimizer.momentum > 0
+    needs = "optimizer=lars and optimizer.momentum"
+    yield "optimizer.momentum_order", optimizer.momentum_order, MomentumOrder.after_rate, sums, needs
+
+
 def _absolute(experiment: ExperimentConf) -> None:
     """Paths are of the folder that the command was given in; ranks may run elsewhere."""
     for owner, key in (
@@ -387,6 +418,7 @@ def _absolute(experiment: ExperimentConf) -> None:
         (experiment.train, "resume_from"),
         (experiment.model, "config_json"),
         (experiment.comm, "config_json"),
+        (experiment.offload, "path"),
     ):
         value = getattr(owner, key)
         if value is not None:

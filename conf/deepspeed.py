@@ -21,6 +21,19 @@ _NUMBERS = {
     "sgd": ("lr", "weight_decay", "momentum"),
 }
 
+# What its FusedLamb does unless told otherwise, or always (ops/lamb/fused_lamb.py, csrc/lamb/fused_lamb_cuda_kernel.cu)
+_FUSED_LAMB: dict[str, object] = {
+    "optimizer.lr": 1e-3,
+    "optimizer.betas": [0.9, 0.999],
+    "optimizer.eps": 1e-8,
+    "optimizer.weight_decay": 0.0,
+    "optimizer.bias_correction": True,
+    "optimizer.correction": "rate",
+    "optimizer.max_coeff": 10.0,
+    "optimizer.min_coeff": 0.01,
+    "optimizer.exclude_1d": False,
+}
+
 # Of `zero_optimization`: keys of engine=deepspeed
 LIMITS = (
     "stage3_prefetch_bucket_size",
@@ -94,6 +107,14 @@ def read_deepspeed_config(path: str | Path) -> DeepSpeedImport:
         unsaid["comm.zero_stage"] = "no zero_optimization.stage, which is 0 in DeepSpeed"
     if overrides.get("precision") == "fp32" and not any(key.endswith(".enabled") for key in reader.used):
         unsaid["precision"] = "neither fp16 nor bf16 is enabled, and DeepSpeed then trains in fp32"
+    if overrides.get("optimizer") == "lamb":
+        left = {
+            key: value
+            for key, value in _FUSED_LAMB.items()
+            if key not in overrides and key.replace(".", ".params.") not in reader.auto
+        }
+        overrides |= left
+        unsaid |= dict.fromkeys(left, "as DeepSpeed's FusedLamb has it")
     auto = tuple(key for key in leaves if key in reader.auto)
     return DeepSpeedImport(overrides, auto, ignored, unsaid)
 

@@ -59,10 +59,6 @@ _SAID = {
     "comm.gradient_path": "qgZ: how quantized gradients are summed",
     "data.validation_fraction": "share of the text that is kept for validation",
     "optimizer.lr": "peak learning rate",
-    "optimizer.betas": "adamw",
-    "optimizer.eps": "adamw",
-    "optimizer.weight_decay": "decoupled, as AdamW has it",
-    "optimizer.momentum": "sgd",
     "train.warmup_lr_steps": "steps over which the learning rate rises from 0",
     "train.lr_min_fraction": "where the schedule ends, as a share of `optimizer.lr`",
     "train.eval_batches": "batches of one validation, each rank",
@@ -76,7 +72,7 @@ _TEXTS = {
     "parallel.sequence_mode": schema.SEQUENCE_MODES,
     "parallel.pipeline_schedule": schema.PIPELINE_SCHEDULES,
 }
-_GROUPS = ("cluster", "model", "comm", "data", "optimizer")
+_GROUPS = ("cluster", "model", "comm", "data", "optimizer", "offload")
 
 _HEAD = """\
 # Keys

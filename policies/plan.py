@@ -15,13 +15,14 @@ local work of the part named in between.
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Final
 
-WHOLE: Final = 0  # as a block size: one scale for the whole tensor
+from ..conf.schema.limits import MAX_CHUNKS
 
-MAX_CHUNKS: Final = 1024  # far more than a pipeline of messages can use
+WHOLE: Final = 0  # as a block size: one scale for the whole tensor
 
 GATHER_STREAM: Final = "gather"
 REDUCE_STREAM: Final = "reduce"
@@ -52,7 +53,12 @@ class Gradient(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One word. `after` holds the positions of the steps it waits for: None means the step before it."""
+    """One word. `after` holds the positions of the steps it waits for: None means the step before it.
+
+    A collective on another stream than the plan's own runs beside what is issued after it: only steps that wait for it
+    do. Local work is done where the plan is carried out, one piece after the other; so is `ReduceScatter`, a ring
+    that adds up at each hop.
+    """
 
     stream: str = ""  # "" takes the plan's stream
     after: tuple[int, ...] | None = None
@@ -86,7 +92,13 @@ class Quantize(Step):
 
 @dataclass(frozen=True, slots=True)
 class Dequantize(Step):
-    """Undo the last `Quantize`."""
+    """Undo the last `Quantize`.
+
+    `fused`: in one pass with the sum, and the quantization, that follow. Without it the elements of all parts are
+    written to memory in fp32, and each step behind is a pass of its own.
+    """
+
+    fused: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +110,12 @@ class Reduce(Step):
 
 @dataclass(frozen=True, slots=True)
 class Reorder(Step):
-    """Permute slices so that those for one local index lie together (2 nodes x 4: 0 4 1 5 2 6 3 7)."""
+    """Permute slices so that those for one local index lie together (2 nodes x 4: 0 4 1 5 2 6 3 7).
+
+    `fused`: by the quantization that follows. Without it the slices are copied.
+    """
+
+    fused: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +262,51 @@ class Plan:
     def stream_of(self, i: int) -> str:
         return self.steps[i].stream or self.stream
 
+    def is_beside(self, i: int) -> bool:
+        """Whether step `i` is a collective that runs beside what is issued after it."""
+        step = self.steps[i]
+        apart = isinstance(step, Collective) and not isinstance(step, ReduceScatter)
+        return apart and self.stream_of(i) != self.stream
+
+    def order(self, chunks: int) -> list[tuple[int, int]]:
+        """(chunk, step) in the order in which both targets issue them.
+
+        Without collectives beside, chunk after chunk. With them, a pipeline in waves: a wave does of one chunk what
+        comes before its first collective beside, of the chunk before it what comes between the first and the
+        second, and so on. So each stream has its next message before the last one has arrived.
+        """
+        stages: list[int] = []  # collectives beside that lie before each step
+        for i in range(len(self.steps)):
+            stages.append(max((stages[d] + self.is_beside(d) for d in self.dependencies(i)), default=0))
+        pairs = itertools.product(range(chunks), range(len(self.steps)))
+        return sorted(pairs, key=lambda at: (at[0] + stages[at[1]], stages[at[1]], at[1]))
+
+    def cuts(self, segments: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Where both targets cut a slice into chunks: [start, end) of each, near-equal.
+
+        No block of a quantization lies in two chunks, so a chunked plan sends the same codes and scales as one that
+        is not. There are fewer chunks where there are fewer such places.
+
+        Args:
+            segments: Elements of each parameter's part in the slice, side by side.
+        """
+        numel = sum(segments)
+        edges = [0]
+        for i in range(1, self.chunks):
+            edges.append(self._edge(max(edges[-1], numel * i // self.chunks), segments))
+        return tuple((a, b) for a, b in itertools.pairwise((*edges, numel)) if b > a)
+
+    def _edge(self, at: int, segments: Sequence[int]) -> int:
+        """The first place from `at` on at which no block is cut in two."""
+        formats = [(s.block, s.per_parameter) for s in self.steps if isinstance(s, Quantize)]
+        formats += [(s.hop_block, True) for s in self.steps if isinstance(s, ReduceScatter) and s.hop_bits]
+        whole = (sum(segments),)
+        while True:
+            ends = [_block_end(at, segments if apart else whole, block) for block, apart in formats]
+            if max(ends, default=at) == at:
+                return at
+            at = max(ends)
+
     def describe(self) -> str:
         """One line, the same for equal plans: what `decisions.jsonl` holds."""
         return f"{self.stream}: " + ", ".join(_word(step) for step in self.steps)
@@ -259,13 +321,12 @@ def _word(step: Step) -> str:
     return f"{type(step).__name__}({', '.join(shown)})"
 
 
-def block_aligned_cuts(numel: int, chunks: int, block: int) -> tuple[tuple[int, int], ...]:
-    """Cut [0, numel) into `chunks` near-equal runs that start at multiples of `block` (0 counts as 1).
-
-    Both targets cut with this function, so a chunked plan has the same messages in both. Runs may be
-    empty when there are fewer blocks than chunks; empty runs are dropped.
-    """
-    step = max(block, 1)
-    blocks = -(-numel // step)
-    edges = [min(numel, (blocks * i // chunks) * step) for i in range(chunks)] + [numel]
-    return tuple((a, b) for a, b in itertools.pairwise(edges) if b > a)
+def _block_end(at: int, segments: Sequence[int], block: int) -> int:
+    """The end of the block that `at` lies in; `at` where a block begins. Each segment begins a block."""
+    start = 0
+    for numel in segments:
+        if start + numel > at:
+            size = block or numel
+            return min(start + -(-(at - start) // size) * size, start + numel)
+        start += numel
+    return at

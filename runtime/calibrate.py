@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,9 @@ import torch.distributed as dist
 from ..analysis.record import Span, write_text
 from ..conf.compose import load_experiment
 from ..conf.schema import ExperimentConf
-from ..policies.plan import GATHER_STREAM, REDUCE_STREAM
 from .case import Case
 from .laps import Lap
-from .ledger import QUANTIZE_STREAM
+from .ledger import LIBRARY_STREAM, QUANTIZE_STREAM
 from .trainer import Trainer
 from .worker import WorkerContext
 
@@ -101,21 +100,27 @@ def calibrate(
             trainer.step(trainer.first_step + number)
         laps, steps_ns = trainer.laps.laps, trainer.progress.steps_ns
         spans = trainer.ledger.spans
+        streams = {row.stream for row in trainer.ledger.rows} - {LIBRARY_STREAM}
     finally:
         trainer.close()
     k = experiment.batch.accumulation
-    own = _middle_half(laps, spans, steps_ns[warmup:], micro_batches=k)
+    own = _middle_half(laps, spans, steps_ns[warmup:], streams, micro_batches=k)
     gathered: list[Any] = [None] * context.num_ranks
     dist.all_gather_object(gathered, own)
     return _mean(gathered, micro_batches=k)
 
 
 def _middle_half(
-    laps: Sequence[Lap], spans: Sequence[Span], steps_ns: Sequence[tuple[int, int]], *, micro_batches: int
+    laps: Sequence[Lap],
+    spans: Sequence[Span],
+    steps_ns: Sequence[tuple[int, int]],
+    streams: Collection[str],
+    *,
+    micro_batches: int,
 ) -> tuple[dict[str, float], float, float, float]:
     """(parts of a micro-batch and "step", quantizing of a step, iteration, spread), nanoseconds.
 
-    A lap is its unit's computation once quantizing and (silent) collectives are taken out of it.
+    A lap is its unit's computation once quantizing and (silent) collectives, on `streams`, are taken out of it.
     """
     ranked = sorted(steps_ns, key=lambda step: step[1] - step[0])
     quarter = len(ranked) // 4
@@ -125,7 +130,7 @@ def _middle_half(
     for start, end in kept:
         inside = [span for span in spans if span.start_ns >= start and span.end_ns <= end]
         codec = [span for span in inside if span.stream == QUANTIZE_STREAM]
-        silent = [span for span in inside if span.stream in (GATHER_STREAM, REDUCE_STREAM)]
+        silent = [span for span in inside if span.stream in streams]
         quantize += _length_ns(codec) / len(kept)
         lengths.append(end - start - _length_ns(silent))
         for lap in laps:

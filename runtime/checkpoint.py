@@ -18,6 +18,7 @@ from ..policies.comm import Placement, build_comm
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 CHECKPOINTS = "checkpoints"
 _MANIFEST = "twinbed.json"
@@ -37,8 +38,11 @@ class Checkpoint:
     files: dict[str, int]  # all but the manifest, with their sizes in bytes
 
 
-def find_checkpoint(path: Path) -> Checkpoint:
+def find_checkpoint(path: Path, said: str = "train.resume_from") -> Checkpoint:
     """The checkpoint in `path`: a `step_<n>` folder, or the latest below a run's or a `checkpoints` folder.
+
+    Args:
+        said: What the user gave the path as.
 
     Raises:
         ValueError: There is none, or its manifest is broken.
@@ -49,7 +53,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
         steps = sorted(p.parent for p in where.glob(f"step_*/{_MANIFEST}"))
         if steps:
             return _read_manifest(steps[-1])
-    raise ValueError(f"train.resume_from={str(path)!r}: holds no whole checkpoint (step_<n>/{_MANIFEST})")
+    raise ValueError(f"{said}={str(path)!r}: holds no whole checkpoint (step_<n>/{_MANIFEST})")
 
 
 def check_resume(experiment: ExperimentConf) -> None:
@@ -122,8 +126,12 @@ def save_checkpoint(
     optimizer: "torch.optim.Optimizer | None",
     loss_scale: Mapping[str, float] | None,
     rank: int,
+    planner: "SavePlanner | None" = None,
 ) -> Path:
     """Write `folder`/step_<n>; to be called on all ranks.
+
+    Args:
+        planner: Fetches the tensors that lie elsewhere; torch's own by default.
 
     Raises:
         RuntimeError: A rank could not write its part; nothing is then named `step_<n>`.
@@ -140,7 +148,7 @@ def save_checkpoint(
     dist.barrier()
     state = {"model": engine.state_dict(), "optimizer": _optimizer_state(optimizer)}
     try:
-        save(state, checkpoint_id=partial)
+        save(state, checkpoint_id=partial, planner=planner)
     except CheckpointException as err:  # a BaseException, which nobody expects
         raise RuntimeError(f"checkpoint {final} cannot be written: {_first_line(err)}") from err
     if rank == 0:
@@ -160,9 +168,16 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint, *, engine: Stateful, optimizer: "torch.optim.Optimizer | None"
+    checkpoint: Checkpoint,
+    *,
+    engine: Stateful,
+    optimizer: "torch.optim.Optimizer | None",
+    planner: "LoadPlanner | None" = None,
 ) -> None:
     """Bring weights and optimizer states of all ranks to where the checkpoint was taken.
+
+    Args:
+        planner: Puts tensors where they lie, if not into the engine's own; torch's by default.
 
     Raises:
         RuntimeError: It cannot be read, or lacks what this run needs.
@@ -172,17 +187,23 @@ def load_checkpoint(
 
     state = {"model": engine.state_dict(), "optimizer": _optimizer_state(optimizer)}
     try:
-        load(state, checkpoint_id=checkpoint.folder)
+        load(state, checkpoint_id=checkpoint.folder, planner=planner)
     except CheckpointException as err:
         raise RuntimeError(f"checkpoint {checkpoint.folder} cannot be read: {_first_line(err)}") from err
-    engine.load_state_dict(state["model"])
+    if planner is None:
+        engine.load_state_dict(state["model"])
 
 
 def prepare_optimizer_state(optimizer: "torch.optim.Optimizer | None") -> None:
     """Make the states that the first step would make, so that they can be loaded, and counted, before it."""
     import torch
 
+    from .optim.trust import TrustRatioOptimizer
+
     if optimizer is None:
+        return
+    if isinstance(optimizer, TrustRatioOptimizer):
+        optimizer.prepare_states()
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -1,12 +1,14 @@
 """Carries plans out on tensors: the runtime's one interpreter of the vocabulary. It never asks which policy
 it runs.
 
-A step works on what the last step it waits for has left; a piece of a chunked plan goes through all steps
-before the next one begins. Collectives are reported to the ledger, one row each.
+A step works on what the last step it waits for has left. Collectives on another stream than the plan's own are
+started, and waited for where their result is needed: while a chunk is on its way between nodes, the one behind it is
+on its way within the node, and the kernels of a third run. Collectives are reported to the ledger, one row each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -32,9 +34,8 @@ from ..policies.plan import (
     Reorder,
     Step,
     StoreCopy,
-    block_aligned_cuts,
 )
-from .collectives import Collectives
+from .collectives import Collectives, Pending
 from .groups import Group, Groups
 from .ledger import QUANTIZE_STREAM, Collecting, Ledger
 from .ring import Codec
@@ -145,22 +146,27 @@ class Interpreter:
             _needed(copies, plan)
         if sum(segments) != x_Sn.shape[1]:
             raise ValueError(f"segments of {unit} hold {sum(segments)} elements, its slice {x_Sn.shape[1]}")
-        if plan.chunks == 1:
-            if x_Sn.shape[1]:
-                piece = _Piece(self, plan, unit, tuple(segments), x_Sn.dtype, copies)
-                piece.run(x_Sn, out_Tn, (0, x_Sn.shape[1]))
-        else:
-            quantizers = [step for step in plan.steps if isinstance(step, Quantize)]
-            block = quantizers[0].block if quantizers else 1
-            for start, end in block_aligned_cuts(x_Sn.shape[1], plan.chunks, block):
-                piece = _Piece(self, plan, unit, cut_segments(segments, start, end), x_Sn.dtype, copies)
-                piece.run(x_Sn[:, start:end], out_Tn[:, start:end], (start, end))
+        pieces = [
+            _Piece(self, plan, unit, cut_segments(segments, start, end), x_Sn, out_Tn, (start, end), copies)
+            for start, end in plan.cuts(segments)
+        ]
+        for chunk, i in plan.order(len(pieces)):
+            pieces[chunk].take(i)
+        if not plan.steps:
+            for piece in pieces:
+                piece.finish()
         if mean and any(getattr(step, "op", None) is ReduceOp.mean for step in plan.steps):
             out_Tn.div_(self.mesh.num_ranks)
 
 
 class _Piece:
-    """One chunk's way through a plan."""
+    """One chunk's way through a plan.
+
+    Args:
+        x_Sn: The whole value at the plan's begin; its dtype is the wire's.
+        out_Tn: Where the whole result goes.
+        cut: Where this chunk lies in a slice.
+    """
 
     def __init__(
         self,
@@ -168,7 +174,9 @@ class _Piece:
         plan: Plan,
         unit: str,
         segments: tuple[int, ...],
-        dtype: torch.dtype,
+        x_Sn: Tensor,
+        out_Tn: Tensor,
+        cut: tuple[int, int],
         copies: CopyStore | None,
     ) -> None:
         self.groups = interpreter.groups
@@ -178,26 +186,41 @@ class _Piece:
         self.unit = unit
         self.segments = segments
         self.numel = sum(segments)
-        self.dtype = dtype  # of the wire
+        self.dtype = x_Sn.dtype
         self.copies = copies
-
-    def run(self, x_Sn: Tensor, out_Tn: Tensor, cut: tuple[int, int]) -> None:
-        """`cut`: where this chunk lies in a slice."""
         self.cut = cut
-        start: Value = Plain(x_Sn[None])
-        values: list[Value] = []
-        steps = self.plan.steps
-        last = max((i for i, step in enumerate(steps) if not isinstance(step, StoreCopy)), default=-1)
-        target = out_Tn if out_Tn.is_contiguous() else None
-        for i, step in enumerate(steps):
-            dependencies = self.plan.dependencies(i)
-            value = values[dependencies[-1]] if dependencies else start
-            # The last step may write where its result is wanted.
-            values.append(self._step(i, step, value, target if i == last else None))
-        value = values[-1] if values else start
+        self._start: Value = Plain(x_Sn[None, :, cut[0] : cut[1]])
+        self._out_Tn = out_Tn[:, cut[0] : cut[1]]
+        # The last step may write where its result is wanted.
+        self._target = self._out_Tn if self._out_Tn.is_contiguous() else None
+        steps = plan.steps
+        self._last = max((i for i, step in enumerate(steps) if not isinstance(step, StoreCopy)), default=-1)
+        self._values: dict[int, Value] = {}
+        self._under_way: dict[
+            int, tuple[Collecting, Pending | None]
+        ] = {}  # collectives beside, by their step
+        self._at = -1  # the step that is being carried out
+
+    def take(self, i: int) -> None:
+        """Carry out step `i`, which comes after those that it waits for; after the last one the result is there."""
+        dependencies = self.plan.dependencies(i)
+        for dependency in dependencies:
+            self._arrive(dependency)
+        value = self._values[dependencies[-1]] if dependencies else self._start
+        self._at = i
+        self._values[i] = self._step(i, self.plan.steps[i], value, self._target if i == self._last else None)
+        if len(self._values) == len(self.plan.steps):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for what is under way, and put the result where it is wanted."""
+        for i in list(self._under_way):
+            self._arrive(i)
+        value = self._values[len(self.plan.steps) - 1] if self.plan.steps else self._start
         if isinstance(value, Coded) and not value.decoded:
             raise ValueError(f"plan '{self.plan.describe()}' ends with quantized data")
-        x = self._plain(value, target)
+        out_Tn = self._out_Tn
+        x = self._plain(value, self._target)
         if x.parts != 1 or x.slices != out_Tn.shape[0]:
             raise ValueError(
                 f"plan '{self.plan.describe()}' ends with {x.parts} part(s) of {x.slices} slice(s); "
@@ -206,6 +229,15 @@ class _Piece:
         result = x.in_order()
         if result.data_ptr() != out_Tn.data_ptr() or result.dtype != out_Tn.dtype:
             out_Tn.copy_(result)
+        self._values.clear()
+
+    def _arrive(self, i: int) -> None:
+        """Wait for step `i`, if it is a collective under way."""
+        if i in self._under_way:
+            row, pending = self._under_way.pop(i)
+            if pending is not None:
+                pending.wait()
+            row.over()
 
     def _step(self, i: int, step: Step, value: Value, out: Tensor | None) -> Value:
         match step:
@@ -216,14 +248,19 @@ class _Piece:
             case Dequantize():
                 if not isinstance(value, Coded) or value.decoded:
                     raise ValueError(f"plan '{self.plan.describe()}': Dequantize without Quantize")
-                return replace(value, decoded=True)
+                decoded = replace(value, decoded=True)
+                if step.fused:
+                    return decoded
+                with self.ledger.span(QUANTIZE_STREAM, f"decode{value.codec.bits} {self.unit}"):
+                    return decode(decoded, torch.float32, None)
             case Reduce():
                 if isinstance(value, Coded) and value.decoded and value.parts > 1:
                     return Sum(value)
                 x = self._plain(value, None)
                 if x.parts == 1:
                     return x
-                return Plain(x.x_PSn.sum(0, dtype=torch.float32)[None])
+                with self.ledger.span(QUANTIZE_STREAM, f"reduce {self.unit}"):
+                    return Plain(x.x_PSn.sum(0, dtype=torch.float32)[None])
             case Reorder():
                 x = self._plain(value, None)
                 mesh = self.groups.mesh
@@ -233,7 +270,11 @@ class _Piece:
                         f"plan '{self.plan.describe()}': Reorder takes one slice a rank, got {x.slices}"
                     )
                 before = x.order
-                return replace(x, order=order if before is None else tuple(before[j] for j in order))
+                x = replace(x, order=order if before is None else tuple(before[j] for j in order))
+                if step.fused:
+                    return x
+                with self.ledger.span(QUANTIZE_STREAM, f"reorder {self.unit}"):
+                    return Plain(x.in_order()[None])
             case StoreCopy():
                 return value  # the interpreter keeps it once all chunks are there
             case LoadCopy():
@@ -311,21 +352,21 @@ class _Piece:
             case AllReduce():
                 x = self._sent(value)
                 if group.size > 1:
-                    with self._row("all_reduce", group, stream, 1, x.slices):
-                        self.collectives.all_reduce(group, x.x_PSn.view(-1))
+                    row = self._row("all_reduce", group, stream, 1, x.slices)
+                    self._carry(row, partial(self.collectives.all_reduce, group, x.x_PSn.view(-1)))
                 return x
             case ReduceTo():
                 x = self._sent(value)
                 if group.size > 1:
-                    with self._row("reduce", group, stream, 1, x.slices):
-                        self.collectives.reduce(group, x.x_PSn.view(-1), step.root)
+                    row = self._row("reduce", group, stream, 1, x.slices)
+                    self._carry(row, partial(self.collectives.reduce, group, x.x_PSn.view(-1), step.root))
                 return x
             case Broadcast():
                 sent = value if isinstance(value, Coded) else self._sent(value)
                 data = sent.messages if isinstance(sent, Coded) else sent.x_PSn
                 if group.size > 1:
-                    with self._row("broadcast", group, stream, 1, sent.slices):
-                        self.collectives.broadcast(group, data.view(-1), step.root)
+                    row = self._row("broadcast", group, stream, 1, sent.slices)
+                    self._carry(row, partial(self.collectives.broadcast, group, data.view(-1), step.root))
                 return sent
         raise TypeError(f"the runtime does not know the collective {type(step).__name__}")
 
@@ -336,16 +377,17 @@ class _Piece:
             return value
         if isinstance(value, Coded):
             gathered = value.messages.new_empty(group.size * value.slices, value.messages.shape[1])
-            with self._row("all_gather", group, stream, group.size, value.slices):
-                self.collectives.all_gather(group, value.messages.view(-1), gathered.view(-1))
+            row = self._row("all_gather", group, stream, group.size, value.slices)
+            x, out = value.messages.view(-1), gathered.view(-1)
+            self._carry(row, partial(self.collectives.all_gather, group, x, out))
             return replace(value, messages=gathered, slices=len(gathered))
         x_Sn = self._sent(value).x_PSn[0]
         num_slices = x_Sn.shape[0]
         rows = group.size * num_slices
         if out is None or out.shape[0] != rows or out.dtype != x_Sn.dtype:
             out = x_Sn.new_empty(rows, self.numel)
-        with self._row("all_gather", group, stream, group.size, num_slices):
-            self.collectives.all_gather(group, x_Sn.view(-1), out.view(-1))
+        row = self._row("all_gather", group, stream, group.size, num_slices)
+        self._carry(row, partial(self.collectives.all_gather, group, x_Sn.view(-1), out.view(-1)))
         return Plain(out[None])
 
     def _all_to_all(self, group: Group, stream: str, value: Plain | Coded) -> Plain | Coded:
@@ -378,8 +420,24 @@ class _Piece:
         self, group: Group, stream: str, sends: list[Tensor], receives: list[Tensor], slices: int
     ) -> None:
         del sends[group.index], receives[group.index]
-        with self._row("all_to_all", group, stream, 1, slices):
-            self.collectives.all_to_all(group, sends, receives)
+        row = self._row("all_to_all", group, stream, 1, slices)
+        self._carry(row, partial(self.collectives.all_to_all, group, sends, receives))
+
+    def _carry(self, row: Collecting, call: Callable[..., Pending | None]) -> None:
+        """Do the collective of the present step, or start it if it runs beside."""
+        if not self._beside:
+            with row:
+                call()
+            return
+        with row:
+            pending = call(later=True)
+        self._under_way[self._at] = (row, pending)
+        if pending is None:
+            self._arrive(self._at)
+
+    @property
+    def _beside(self) -> bool:
+        return self.plan.is_beside(self._at)
 
     def _reduce_scatter(
         self, step: ReduceScatter, group: Group, stream: str, value: Plain, out: Tensor | None
@@ -412,6 +470,7 @@ class _Piece:
             payload_bytes=payload_bytes,
             stream=stream,
             layer=self.unit,
+            later=self._beside,
         )
 
 

@@ -11,11 +11,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from ..analysis.record import Decision, LedgerRow, Span
 from ..policies.comm import CommEvent, describe_action, describe_event
 from ..policies.mesh import HPZ, LOCAL, NODE, WORLD, Mesh
+from ..policies.offload import (
+    OffloadAction,
+    OffloadEvent,
+    describe_offload_actions,
+    describe_offload_event,
+)
 from ..policies.plan import Plan
 from ..policies.wire import Sent
 
@@ -23,7 +29,12 @@ SETUP: Final = "setup"  # the phase that leaves no rows and no spans
 LIBRARY_STREAM: Final = "library"
 QUANTIZE_STREAM: Final = "quantize"
 WAIT_STREAM: Final = "wait"  # the main thread waits for the communication thread
+OFFLOAD_STREAM: Final = "offload"  # the main thread waits for far memory
+FETCH_STREAM: Final = "fetch"  # moves from far memory and back, beside the main thread
+EVICT_STREAM: Final = "evict"
 
+_Event = CommEvent | OffloadEvent
+_Answer = Plan | tuple[OffloadAction, ...] | None
 
 _open = threading.local()  # .ledger: the one in which this thread's collective is a row
 
@@ -57,7 +68,7 @@ class Ledger:
         # Plain tuples until somebody asks: to make a record costs several times what to append a tuple does.
         self._rows: list[tuple[Any, ...]] = []
         self._spans: list[tuple[int, str, str, int, int, int]] = []
-        self._decided: list[tuple[int, CommEvent, Plan | None]] = []
+        self._decided: list[tuple[int, _Event, _Answer]] = []
         self._labels = Labels()
         self._local = (
             threading.local()
@@ -113,6 +124,7 @@ class Ledger:
         payload_bytes: int,
         stream: str,
         layer: str,
+        later: bool = False,
     ) -> "Collecting":
         """A `with` block: all that this thread sends inside is one row, and one span.
 
@@ -122,8 +134,9 @@ class Ledger:
             payload_bytes: The whole logical tensor before quantization.
             stream: The plan's.
             layer: The unit.
+            later: The block only starts it; it has ended when `over` is called.
         """
-        return Collecting(self, op, axis, len(group), payload_bytes, stream, layer)
+        return Collecting(self, op, axis, len(group), payload_bytes, stream, layer, later=later)
 
     def observe(self, group: tuple[int, ...], op: str, payload_bytes: int, sent: Sent) -> None:
         """Something reached torch.distributed on this thread (called by `dispatch`)."""
@@ -148,6 +161,14 @@ class Ledger:
         """The policy was asked, and answered."""
         self._decided.append((self.labels.iteration, event, plan))
 
+    def decided_offload(self, event: OffloadEvent, actions: tuple[OffloadAction, ...]) -> None:
+        """The offload policy was asked, and answered."""
+        self._decided.append((self.labels.iteration, event, actions))
+
+    def moved(self, stream: str, name: str, start_ns: int, end_ns: int, nbytes: int) -> None:
+        """Bytes went between near and far memory, beside what this thread does."""
+        self._spans.append((self.rank, stream, name, start_ns, end_ns, nbytes))
+
     @property
     def rows(self) -> list[LedgerRow]:
         """All collectives so far, in the order in which they ended."""
@@ -160,10 +181,10 @@ class Ledger:
 
     @property
     def decisions(self) -> list[Decision]:
-        """All decisions, in the order in which the policy was asked."""
+        """All decisions, in the order in which the policies were asked."""
         return [
-            Decision(self.rank, iteration, describe_event(event), describe_action(plan))
-            for iteration, event, plan in self._decided
+            Decision(self.rank, iteration, *_describe(event, answer))
+            for iteration, event, answer in self._decided
         ]
 
     # ---- for the blocks above
@@ -178,12 +199,19 @@ class Ledger:
         self._local.scope = scope
 
 
+def _describe(event: _Event, answer: _Answer) -> tuple[str, str]:
+    if isinstance(answer, tuple):
+        return describe_offload_event(cast(OffloadEvent, event)), describe_offload_actions(answer)
+    return describe_event(cast(CommEvent, event)), describe_action(answer)
+
+
 class Collecting:
     """One collective of ours, whatever it is made of."""
 
     __slots__ = (
         "_axis",
         "_group_size",
+        "_later",
         "_layer",
         "_ledger",
         "_op",
@@ -203,6 +231,8 @@ class Collecting:
         payload_bytes: int,
         stream: str,
         layer: str,
+        *,
+        later: bool,
     ) -> None:
         self._ledger = ledger
         self._op = op
@@ -211,6 +241,7 @@ class Collecting:
         self._payload_bytes = payload_bytes
         self._stream = stream
         self._layer = layer
+        self._later = later
         self.wire_bytes = 0
         self.inter_node_bytes = 0
 
@@ -224,11 +255,16 @@ class Collecting:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ledger.open_scope = _open.ledger = None
+        if kind is None and not self._later:
+            self.over()
+
+    def over(self) -> None:
+        """It has ended: write its row and its span."""
         end_ns = time.monotonic_ns()
         ledger = self._ledger
-        ledger.open_scope = _open.ledger = None
         labels = ledger.labels
-        if kind is not None or labels.phase == SETUP:
+        if labels.phase == SETUP:
             return
         where = (ledger.rank, self._stream, labels.iteration, labels.phase, self._layer)
         sizes = (self._payload_bytes, self.wire_bytes, self.inter_node_bytes)

@@ -1,11 +1,16 @@
 """Measured bytes of a rank's tensors by class, and the peak of the process."""
 
 import contextlib
+import ctypes
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
+
+# M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD of malloc.h, at the values that glibc begins with; set, they do
+# not grow any more
+_MALLOPT = {-1: 1 << 17, -2: 1 << 17, -3: 1 << 17}
 
 
 def local_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
@@ -45,3 +50,18 @@ class PeakMemory:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
         return 0
+
+
+def return_freed_memory() -> None:
+    """From now on large blocks go back to the system when they are freed, and so does what is free already.
+
+    glibc keeps freed blocks for later ones (up to 32 MiB each, once it has seen such), which is faster, and of no
+    use to a process that must stay small. On other C libraries nothing happens.
+    """
+    try:
+        libc = ctypes.CDLL(None)
+        for parameter, value in _MALLOPT.items():
+            libc.mallopt(parameter, value)
+        libc.malloc_trim(0)
+    except (AttributeError, OSError):
+        return

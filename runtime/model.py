@@ -24,7 +24,7 @@ class GPT(nn.Module):
 
     Args:
         spec: Of family "gpt".
-        seed: Of the initial weights.
+        seed: Of the initial weights; None: they come from elsewhere, and are left as they are made.
         recompute: Every block repeats its forward in backward. The checkpoint lies outside the block's
             module, and so outside FSDP's hooks: gathers keep their number and order.
 
@@ -34,7 +34,7 @@ class GPT(nn.Module):
 
     clock: Clock | None = None  # told when computation passes from unit to unit
 
-    def __init__(self, spec: ModelSpec, *, seed: int, recompute: bool = False) -> None:
+    def __init__(self, spec: ModelSpec, *, seed: int | None, recompute: bool = False) -> None:
         super().__init__()
         if spec.family != "gpt":
             raise ValueError(f"model.family={spec.family!r}: the runtime trains family 'gpt' only")
@@ -46,12 +46,12 @@ class GPT(nn.Module):
         if not spec.tied_embeddings:
             self.head = nn.Linear(spec.hidden, spec.vocab, bias=False)
         self._pace: Pace | None = None
-        self._init_weights(seed)
+        if seed is not None:
+            self._init_weights(seed)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Mean cross-entropy in nats per token, fp32."""
-        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        x_BTD = self.embedding(tokens_BT) + self.position(positions_T)
+        x_BTD = self.embed(tokens_BT)
         border, last = "root", len(self.blocks) - 1
         for i, block in enumerate(self.blocks):
             x_BTD = boundary(x_BTD, self.clock, forward=f"forward/{border}", backward=f"backward/block.{i}")
@@ -63,10 +63,19 @@ class GPT(nn.Module):
         x_BTD = boundary(x_BTD, self.clock, forward=f"forward/block.{last}", backward="backward/root")
         if self._pace is not None:
             x_BTD = self._pace.enter(x_BTD)
-        head_VD = self.embedding.weight if self.spec.tied_embeddings else self.head.weight
-        logits_BTV = functional.linear(self.norm(x_BTD), head_VD)
-        loss = functional.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
+        loss = functional.cross_entropy(self.logits(x_BTD).float().flatten(0, 1), targets_BT.flatten())
         return loss if self._pace is None else self._pace.leave(loss)
+
+    def embed(self, tokens_BT: Tensor, first: int = 0) -> Tensor:
+        """What goes into the first block; the tokens stand at positions `first` and on."""
+        positions_T = torch.arange(first, first + tokens_BT.shape[1], device=tokens_BT.device)
+        x_BTD: Tensor = self.embedding(tokens_BT) + self.position(positions_T)
+        return x_BTD
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        """[B, T, V] from what the last block gave."""
+        head_VD = self.embedding.weight if self.spec.tied_embeddings else self.head.weight
+        return functional.linear(self.norm(x_BTD), head_VD)
 
     def units(self) -> Mapping[str, nn.Module]:
         """The modules whose weights move together, as `conf.model_spec.parameters` names them."""
@@ -96,6 +105,28 @@ class GPT(nn.Module):
                 parameter.normal_(0.0, deviation, generator=random)
 
 
+class Past:
+    """Keys and values of the tokens that one block has seen, so that generating the next needs only that one.
+
+    Several tokens at once are taken only at the beginning: their mask does not know of earlier ones.
+    """
+
+    def __init__(self, *, batch: int, num_key_heads: int, head_size: int, max_tokens: int) -> None:
+        shape = (batch, num_key_heads, max_tokens, head_size)
+        self._keys_BKTE, self._values_BKTE = torch.empty(shape), torch.empty(shape)
+        self.num_tokens = 0
+
+    def with_more(self, keys_BKTE: Tensor, values_BKTE: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values, these added at the end."""
+        begin, end = self.num_tokens, self.num_tokens + keys_BKTE.shape[2]
+        if begin and end > begin + 1:
+            raise ValueError(f"{end - begin} tokens after {begin}: give one at a time after the first time")
+        self._keys_BKTE[:, :, begin:end] = keys_BKTE
+        self._values_BKTE[:, :, begin:end] = values_BKTE
+        self.num_tokens = end
+        return self._keys_BKTE[:, :, :end], self._values_BKTE[:, :, :end]
+
+
 class Block(nn.Module):
     """x + attention(norm1(x)), then x + mlp(norm2(x))."""
 
@@ -111,21 +142,26 @@ class Block(nn.Module):
         self.fc2 = nn.Linear(spec.ffn, hidden)
         self.pace: Pace | None = None
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, past: Past | None = None) -> Tensor:
+        """[B, T, D] to the same; with `past`, T tokens after those that it has seen."""
         if self.pace is not None:
             x_BTD = self.pace.enter(x_BTD)
-        x_BTD = x_BTD + self.proj(self._attention(self.qkv(self.norm1(x_BTD))))
+        x_BTD = x_BTD + self.proj(self._attention(self.qkv(self.norm1(x_BTD)), past))
         x_BTD = x_BTD + self.fc2(functional.gelu(self.fc1(self.norm2(x_BTD))))
         return x_BTD if self.pace is None else self.pace.leave(x_BTD)
 
-    def _attention(self, qkv_BTX: Tensor) -> Tensor:
+    def _attention(self, qkv_BTX: Tensor, past: Past | None) -> Tensor:
         heads, keys, size = self.num_heads, self.num_key_heads, self.head_size
         widths = [heads * size, keys * size, keys * size]
         q_BTX, k_BTX, v_BTX = torch.split(qkv_BTX, widths, dim=-1)
         q_BHTE = torch.unflatten(q_BTX, -1, (heads, size)).transpose(1, 2)
         k_BKTE = torch.unflatten(k_BTX, -1, (keys, size)).transpose(1, 2)
         v_BKTE = torch.unflatten(v_BTX, -1, (keys, size)).transpose(1, 2)
+        causal = True
+        if past is not None:
+            k_BKTE, v_BKTE = past.with_more(k_BKTE, v_BKTE)
+            causal = q_BHTE.shape[2] > 1  # else the one token sees all of them
         mixed_BHTE = functional.scaled_dot_product_attention(
-            q_BHTE, k_BKTE, v_BKTE, is_causal=True, enable_gqa=keys != heads
+            q_BHTE, k_BKTE, v_BKTE, is_causal=causal, enable_gqa=keys != heads
         )
         return mixed_BHTE.transpose(1, 2).flatten(2)

@@ -26,6 +26,7 @@ from ..conf.schema import ExperimentConf
 from .case import Case
 from .interfaces import InterfaceBytes
 from .laps import Lap
+from .ledger import LIBRARY_STREAM
 from .metrics import StepMetrics, write_metrics
 from .phases import compute_spans, mean_phases, step_phases
 from .worker import WorkerContext
@@ -49,6 +50,13 @@ class RankReport:
     interface: InterfaceBytes | None  # bytes during the steps and validations; one rank of each node
     checkpoints: list[str]
     skipped_steps: int
+    far_bytes: dict[str, int] | None = None  # in far memory, by class; None: nothing is offloaded
+    moved_bytes: dict[str, int] | None = None  # to and from it in the last step
+
+    @property
+    def comm_streams(self) -> set[str]:
+        """Those that plans name, and that of libraries."""
+        return {LIBRARY_STREAM, *(row.stream for row in self.rows)}
 
 
 def write_outcome(
@@ -148,17 +156,31 @@ def _record(
         ],
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
+    slowest_ns = [round(t * 1e9) for t in times_s]
     phases = [
-        step_phases(report.steps_ns, report.spans, [round(t * 1e9) for t in times_s]) for report in reports
+        step_phases(report.steps_ns, report.spans, slowest_ns, report.comm_streams) for report in reports
     ]
     result["ranks"] = [
         {"rank": report.rank, "count": 1, **mean_phases(own[warmup:])}
         for report, own in zip(reports, phases, strict=True)
     ]
+    result |= _outside(reports)
     result["phases_s"] = mean_phases([step for own in phases for step in own[warmup:]])
     _add_rates(result, experiment, spec, context.num_ranks)
     spans = _on_one_clock(reports)
     return Record(result, ledger=rows, decisions=list(reports[0].decisions), spans=spans)
+
+
+def _outside(reports: Sequence[RankReport]) -> dict[str, Any]:
+    """What offload adds: bytes of one node in far memory, and moved by rank 0 in the last step."""
+    first = reports[0]
+    if first.far_bytes is None:
+        return {}
+    here = [report.far_bytes for report in reports if report.node == first.node and report.far_bytes]
+    return {
+        "far_memory_bytes": {name: sum(far[name] for far in here) for name in first.far_bytes},
+        "moved_bytes": first.moved_bytes,
+    }
 
 
 def _add_rates(result: dict[str, Any], experiment: ExperimentConf, spec: ModelSpec, num_ranks: int) -> None:
@@ -220,6 +242,7 @@ def _on_one_clock(reports: Sequence[RankReport]) -> list[Span]:
     spans = []
     for report in reports:
         origin = starts[report.clock]
-        for span in [*report.spans, *compute_spans(report.rank, report.laps, report.spans)]:
+        computed = compute_spans(report.rank, report.laps, report.spans, report.comm_streams)
+        for span in [*report.spans, *computed]:
             spans.append(replace(span, start_ns=span.start_ns - origin, end_ns=span.end_ns - origin))
     return [span for span in spans if span.start_ns >= 0]

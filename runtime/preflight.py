@@ -45,5 +45,41 @@ def check_run(experiment: ExperimentConf) -> None:
             "server sees an overflow, and the others would go on with another scale; give a fixed scale, or "
             "use precision=bf16"
         )
+    _check_offload(experiment)
     check_data(experiment, vocab=spec.vocab, sequence=experiment.batch.sequence or spec.sequence)
     check_resume(experiment)
+
+
+def _check_offload(experiment: ExperimentConf) -> None:
+    """What the simulator can offload, and the runtime cannot."""
+    conf, resume_from = experiment.offload, experiment.train.resume_from
+    if not conf.active:
+        return
+    if conf.name == "disk" and experiment.cluster.backend is Backend.nccl:
+        raise ValueError(
+            f"offload=disk with cluster={experiment.cluster.name} is only simulated: the runtime offloads to disk on "
+            "CPUs (cluster.backend=gloo); use offload=cpu on GPUs, or target=sim"
+        )
+    if conf.chunk_bytes is not None:
+        raise ValueError(
+            f"offload.chunk_bytes={conf.chunk_bytes} is only simulated: the runtime moves whole units (null)"
+        )
+    if conf.name == "cpu":
+        for key, value, all_of_it in (
+            ("parameters", conf.parameters, 1.0),
+            ("optimizer", conf.optimizer, 1.0),
+            ("policy", conf.policy.value, "static"),
+            ("fp32", conf.fp32, True),
+        ):
+            if value != all_of_it:
+                raise ValueError(
+                    f"offload.{key}={value} with offload=cpu is only simulated: FSDP2 keeps all states in the host's "
+                    f"memory, in fp32; use offload.{key}={all_of_it}"
+                )
+    if conf.resume and conf.path is None:
+        raise ValueError("offload.resume=true needs offload.path: the folder whose training did not end")
+    if conf.resume and resume_from is not None:
+        raise ValueError(
+            f"offload.resume=true and train.resume_from={resume_from!r}: give one of them, the training can go on "
+            "from one state only"
+        )

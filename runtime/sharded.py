@@ -23,7 +23,7 @@ from ..policies.comm import (
     check_reduced,
 )
 from ..policies.partition import shard_segments
-from ..policies.plan import Plan
+from ..policies.plan import LoadCopy, Plan
 from .dispatch import activate
 from .interpreter import Interpreter
 from .ledger import SETUP
@@ -145,22 +145,22 @@ class ShardedHooks:
             handle.remove()
         self._watch.remove()
 
+    def reads_shard(self, name: str) -> bool:
+        """Whether the gather that comes next reads this rank's shard, or a copy made from an earlier gather.
+
+        To be asked once before a gather, where shards lie elsewhere.
+        """
+        (hooks,) = (hooks for hooks in self._hooks if hooks.name == name)
+        hooks.asked = self._ask(hooks)
+        return not any(isinstance(step, LoadCopy) for step in hooks.asked.steps)
+
     # ---- what FSDP2 calls
 
     def gather(
         self, hooks: "_UnitHooks", output: Tensor, shard: Tensor, *, async_op: bool
     ) -> dist.Work | None:
         copy = hooks.copy
-        activate(self.ledger)
-        event = WeightsNeeded(hooks.name, self.phase, copy.valid)
-        plan = self.policy.decide(event)
-        self.ledger.decided(event, plan)
-        if plan is None:
-            raise ValueError(
-                f"policy {self.policy.name!r} gathers nothing for {event}: a sharded unit cannot do without"
-            )
-        check_copy(self.policy, event, plan)
-        copy.issued(plan, self.phase, outlives_micro_batch=self.policy.copy_outlives_micro_batch)
+        plan, hooks.asked = hooks.asked or self._ask(hooks), None
         task = partial(
             self.interpreter.gather,
             plan,
@@ -178,6 +178,20 @@ class ShardedHooks:
             return work
         work.wait()
         return None
+
+    def _ask(self, hooks: "_UnitHooks") -> Plan:
+        """The plan of the gather that comes next, which is logged."""
+        activate(self.ledger)
+        event = WeightsNeeded(hooks.name, self.phase, hooks.copy.valid)
+        plan = self.policy.decide(event)
+        self.ledger.decided(event, plan)
+        if plan is None:
+            raise ValueError(
+                f"policy {self.policy.name!r} gathers nothing for {event}: a sharded unit cannot do without"
+            )
+        check_copy(self.policy, event, plan)
+        hooks.copy.issued(plan, self.phase, outlives_micro_batch=self.policy.copy_outlives_micro_batch)
+        return plan
 
     def reduce(self, hooks: "_UnitHooks", output: Tensor, slices: Tensor, *, mean: bool) -> None:
         activate(self.ledger)
@@ -248,6 +262,7 @@ class _UnitHooks:
         self.name = name
         self.wire_dtype = wire_dtype
         self.copy = SecondaryShard(name)
+        self.asked: Plan | None = None  # of the gather that comes next, where it was asked for ahead
         self._module = module
         self._world = owner.interpreter.mesh.num_ranks
         self._segments: dict[int, tuple[int, ...]] = {}

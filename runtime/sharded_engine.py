@@ -1,13 +1,14 @@
 """Training under FSDP2 (ZeRO 1-3, ZeRO++): each rank owns a part of every weight."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
@@ -19,6 +20,9 @@ from .interpreter import Interpreter
 from .ledger import LIBRARY_STREAM
 from .overlap import CommThread
 from .sharded import ROOT, ShardedHooks
+
+# A `with` block in which the named unit's shards can be read
+Near = Callable[[str], AbstractContextManager[object]]
 
 
 class ShardedEngine:
@@ -39,6 +43,7 @@ class ShardedEngine:
         wire_dtype: torch.dtype,
         device: torch.device,
         thread: CommThread | None,
+        host_memory: CPUOffloadPolicy | None = None,
     ) -> None:
         self._model = model
         self._thread = thread
@@ -52,12 +57,15 @@ class ShardedEngine:
             options["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=wire_dtype, reduce_dtype=wire_dtype if thread is None else torch.float32
             )
+        if host_memory is not None:
+            options["offload_policy"] = host_memory
         blocks = [module for name, module in units.items() if name != ROOT]
         for module in (*blocks, model):
             fully_shard(module, **options)
         fsdp_units = {name: _sharded(module) for name, module in units.items()}
         if thread is not None:
             _prefetch(fsdp_units)
+        self.units: Mapping[str, FSDPModule] = fsdp_units
         self._hooks = ShardedHooks(
             fsdp_units,
             policy=policy,
@@ -66,6 +74,9 @@ class ShardedEngine:
             wire_dtype=wire_dtype if thread is not None else None,
         )
         self._parameters = dict(model.named_parameters())
+        self._near: Near = lambda _: nullcontext()
+        inside = {id(p): n for n, block in units.items() if n != ROOT for p in block.parameters()}
+        self._unit_of = {name: inside.get(id(p), ROOT) for name, p in self._parameters.items()}
 
     @property
     def model(self) -> nn.Module:
@@ -117,9 +128,21 @@ class ShardedEngine:
         self._model.load_state_dict(state)
         self._hooks.weights_changed()
 
+    def reads_shard(self, unit: str) -> bool:
+        """As `ShardedHooks.reads_shard`."""
+        return self._hooks.reads_shard(unit)
+
+    def look_with(self, near: Near) -> None:
+        """Have `near` around each look at a unit's shards, which else lie elsewhere."""
+        self._near = near
+
     def full_parameters(self) -> dict[str, torch.Tensor]:
+        found = {}
         with self._ledger.set_up():
-            return {name: _whole(p.detach()) for name, p in self._parameters.items()}
+            for name, parameter in self._parameters.items():
+                with self._near(self._unit_of[name]):
+                    found[name] = _whole(parameter.detach()).clone()
+        return found
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         with self._ledger.set_up():

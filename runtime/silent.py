@@ -37,7 +37,8 @@ class Silent:
 
     To time what an iteration does besides sending: its computation, its quantizing, the engine's own copies. Each
     collective is a pause and a barrier, for both leave their mark on what follows: the longer cores were idle,
-    the slower they begin, and ranks that waited for each other compete for the cores together.
+    the slower they begin, and ranks that waited for each other compete for the cores together. What is asked for
+    `later` has ended at once: computation is measured beside nothing.
 
     Args:
         mesh: All ranks.
@@ -51,7 +52,7 @@ class Silent:
         first = rank - rank % mesh.ranks_per_node
         self._node = range(first, first + mesh.ranks_per_node)
 
-    def all_gather(self, group: Group, x: Tensor, out: Tensor) -> None:
+    def all_gather(self, group: Group, x: Tensor, out: Tensor, *, later: bool = False) -> None:
         self._pause(group, lambda rank, ranks: wire.all_gather(self._mesh, rank, ranks, x.nbytes))
         out.view(group.size, -1).copy_(x.clone().expand(group.size, -1))  # `x` may be a part of `out`
 
@@ -59,20 +60,22 @@ class Silent:
         self._pause(group, lambda rank, ranks: wire.reduce_scatter(self._mesh, rank, ranks, x[0].nbytes))
         out.copy_(x[group.index])
 
-    def all_to_all(self, group: Group, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
+    def all_to_all(
+        self, group: Group, sends: Sequence[Tensor], receives: Sequence[Tensor], *, later: bool = False
+    ) -> None:
         largest = max((x.nbytes for x in sends), default=0)
         self._pause(group, lambda rank, ranks: wire.all_to_all(self._mesh, rank, ranks, largest))
         for sent, received in zip(sends, receives, strict=True):
             received.copy_(sent)
 
-    def all_reduce(self, group: Group, x: Tensor) -> None:
+    def all_reduce(self, group: Group, x: Tensor, *, later: bool = False) -> None:
         numel, size = x.numel(), x.element_size()
         self._pause(group, lambda rank, ranks: wire.all_reduce(self._mesh, rank, ranks, numel, size))
 
-    def broadcast(self, group: Group, x: Tensor, root: int) -> None:
+    def broadcast(self, group: Group, x: Tensor, root: int, *, later: bool = False) -> None:
         self._pause(group, lambda rank, ranks: wire.broadcast(self._mesh, rank, ranks, ranks[root], x.nbytes))
 
-    def reduce(self, group: Group, x: Tensor, root: int) -> None:
+    def reduce(self, group: Group, x: Tensor, root: int, *, later: bool = False) -> None:
         numel, size = x.numel(), x.element_size()
         self._pause(
             group, lambda rank, ranks: wire.reduce_to(self._mesh, rank, ranks, ranks[root], numel, size)

@@ -1,8 +1,8 @@
 """The training loop of one rank."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ from torch.nn.utils import get_total_norm
 
 from ..conf.compose import load_experiment, model_spec
 from ..conf.model_spec import ModelSpec
-from ..conf.schema import ClusterConf, ExperimentConf, OptimizerConf, Recompute
+from ..conf.schema import ClusterConf, ExperimentConf, OffloadKind, Recompute
 from ..policies.comm import build_comm
 from ..policies.mesh import Mesh
+from ..policies.offload import Kind
 from .case import Case
 from .checkpoint import (
     CHECKPOINTS,
@@ -38,7 +39,13 @@ from .loss_scale import LossScale, build_loss_scale
 from .memory import PeakMemory, local_bytes, optimizer_bytes
 from .metrics import MetricsWriter, StepMetrics
 from .model import GPT
+from .offload.disk import FOLDER as OFFLOAD_FOLDER
+from .offload.disk import DiskOffload
+from .offload.host import host_memory
+from .optim.build import build_optimizer
+from .optim.trust import TrustRatioOptimizer
 from .outcome import RankReport, clock_name, decision_digest, write_outcome
+from .sharded_engine import ShardedEngine
 from .silent import Silent, Way
 from .worker import WorkerContext
 from .wrap import CommEngine, wrap_model
@@ -46,7 +53,7 @@ from .wrap import CommEngine, wrap_model
 
 def run_training(case: Case, context: WorkerContext) -> None:
     """Train as the case says and write its record (rank 0)."""
-    trainer = Trainer(load_experiment(case.experiment), context)
+    trainer = Trainer(load_experiment(case.experiment), context, folder=context.case_folder(case))
     try:
         report = trainer.run(context.case_folder(case), name=case.name, tensorboard=case.tensorboard)
     finally:
@@ -70,11 +77,17 @@ class Trainer:
     Args:
         experiment: Its cluster must be the ranks that run.
         context: This rank.
-        communicate: False: plans are carried out by collectives that move no bytes.
+        communicate: False: plans are carried out by collectives that move no bytes, and nothing is offloaded.
+        folder: Of the run, for what is offloaded to disk where offload.path does not say.
     """
 
     def __init__(
-        self, experiment: ExperimentConf, context: WorkerContext, *, communicate: bool = True
+        self,
+        experiment: ExperimentConf,
+        context: WorkerContext,
+        *,
+        communicate: bool = True,
+        folder: Path | None = None,
     ) -> None:
         self.experiment, self.context = experiment, context
         self._communicate = communicate
@@ -119,13 +132,22 @@ class Trainer:
             device=context.device,
             overlap=experiment.comm.overlap and communicate,
             micro_batches=batch.accumulation,
+            host_memory=host_memory(experiment.offload),
         )
-        self.optimizer = _build_optimizer(experiment.optimizer, list(self.engine.parameters()))
-        prepare_optimizer_state(self.optimizer)
+        self.optimizer = build_optimizer(
+            experiment.optimizer, list(self.engine.parameters()), all_reduce=self._sum_norms
+        )
+        self.offload: DiskOffload | None = None
+        if experiment.offload.name == "disk" and communicate:
+            self.offload = self._to_disk(folder)
+        else:
+            prepare_optimizer_state(self.optimizer)
         self.loss_scale: LossScale | None = build_loss_scale(experiment)
         self.first_step = 0
         if experiment.train.resume_from is not None:
             self._resume(Path(experiment.train.resume_from))
+        if self.offload is not None:
+            self._begin_on_disk(self.offload)
         self.progress = _Progress()
 
     def run(self, folder: Path, *, name: str, tensorboard: bool = False) -> RankReport:
@@ -156,6 +178,8 @@ class Trainer:
                 writer.write(metrics)
             dist.barrier()
             report = self._report(interface, peak.read_bytes())
+            if self.offload is not None:
+                self.offload.finish()
         return report
 
     def step(self, step: int) -> StepMetrics:
@@ -172,6 +196,8 @@ class Trainer:
             )
         losses: list[torch.Tensor] = []
         start_ns = self.laps.start()
+        if self.offload is not None:
+            self.offload.begins("train")
         for micro_batch in range(accumulation):
             tokens, targets = self._on_device(self.batches.train(step, micro_batch))
             self.ledger.at(iteration=step, phase="forward", layer="")
@@ -180,6 +206,8 @@ class Trainer:
             loss = self.engine.model(tokens, targets)
             self.laps.lap("forward/root")
             self.ledger.at(iteration=step, phase="backward", layer="")
+            if self.offload is not None and micro_batch == accumulation - 1:
+                self.offload.settle()
             (loss * (scale / accumulation)).backward()
             if micro_batch == accumulation - 1:
                 self.engine.finish_gradients()
@@ -189,6 +217,8 @@ class Trainer:
         norm, skipped = self._apply(rate, scale)
         self.engine.after_optimizer_step()  # after a skipped step too: all ranks must go the same way
         self.engine.zero_grad()
+        if self.offload is not None:
+            self.offload.stepped(step + 1, self._notes())
         end_ns = self.laps.stop("step")
         self.progress.steps_ns.append((start_ns, end_ns))
         seconds = (end_ns - start_ns) / 1e9
@@ -210,6 +240,8 @@ class Trainer:
     def validate(self, step: int) -> float:
         """Mean loss over the validation batches of all ranks."""
         self.ledger.at(iteration=step, phase="eval", layer="")
+        if self.offload is not None:
+            self.offload.begins("eval")
         total = torch.zeros((), device=self.context.device)
         for batch in range(self.experiment.train.eval_batches):
             tokens, targets = self._on_device(self.batches.validation(batch))
@@ -224,6 +256,8 @@ class Trainer:
     def close(self) -> None:
         """Let go of threads and hooks."""
         self.engine.close()
+        if self.offload is not None:
+            self.offload.close()
         activate(None)
 
     def _apply(self, rate: float, scale: float) -> tuple[float | None, bool]:
@@ -239,6 +273,8 @@ class Trainer:
             overflow = norm is not None and not math.isfinite(norm)
             self.loss_scale.update(overflow=overflow)
             if overflow:
+                if isinstance(self.optimizer, TrustRatioOptimizer):
+                    self.optimizer.skip_step()
                 return norm, True
         else:
             norm = self._clip(clipping) if clipping else None
@@ -249,7 +285,10 @@ class Trainer:
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            self.optimizer.step()
+            if self.offload is not None:
+                self.offload.step()
+            else:
+                self.optimizer.step()
         return norm, False
 
     def _clip(self, max_norm: float) -> float | None:
@@ -262,25 +301,78 @@ class Trainer:
             return norm
         return self.engine.clip_gradients(max_norm)
 
+    def _sum_norms(self, norms: torch.Tensor, group: dist.ProcessGroup) -> None:
+        if self._communicate:
+            with self.ledger.span(LIBRARY_STREAM, "all_reduce of norms"):
+                dist.all_reduce(norms, group=group)
+
     def _save(self, folder: Path, step: int) -> None:
-        saved = save_checkpoint(
-            folder / CHECKPOINTS,
-            step=step,
-            experiment=self.experiment,
-            engine=self.engine,
-            optimizer=self.optimizer,
-            loss_scale=self.loss_scale.state() if self.loss_scale is not None else None,
-            rank=self.context.rank,
-        )
+        with self.offload.saving() if self.offload is not None else nullcontext() as planner:
+            saved = save_checkpoint(
+                folder / CHECKPOINTS,
+                step=step,
+                experiment=self.experiment,
+                engine=self.engine,
+                optimizer=self.optimizer,
+                loss_scale=self.loss_scale.state() if self.loss_scale is not None else None,
+                rank=self.context.rank,
+                planner=planner,
+            )
         self.progress.checkpoints.append(str(saved.relative_to(folder)))
 
     def _resume(self, path: Path) -> None:
         self.ledger.at(phase="setup", layer="")
         found = find_checkpoint(path)
-        load_checkpoint(found, engine=self.engine, optimizer=self.optimizer)
+        with self.offload.loading() if self.offload is not None else nullcontext() as planner:
+            load_checkpoint(found, engine=self.engine, optimizer=self.optimizer, planner=planner)
         if self.loss_scale is not None and found.loss_scale is not None:
             self.loss_scale.load(found.loss_scale)
         self.first_step = found.step
+
+    def _to_disk(self, folder: Path | None) -> DiskOffload:
+        conf = self.experiment.offload
+        assert isinstance(self.engine, ShardedEngine), "conf.offload_check lets sharded weights through only"
+        assert self.optimizer is not None
+        if conf.path is not None:
+            where = Path(conf.path)
+        elif folder is not None:
+            where = folder / OFFLOAD_FOLDER
+        else:
+            raise ValueError("offload.path must be given: this training has no folder of its own")
+        offload = DiskOffload(
+            conf,
+            units=self.engine.units,
+            optimizer=self.optimizer,
+            ledger=self.ledger,
+            folder=where / f"rank_{self.context.rank}",
+            identity={
+                "model": asdict(self.spec),
+                "optimizer": self.experiment.optimizer.name,
+                "num_ranks": self.context.num_ranks,
+                "rank": self.context.rank,
+            },
+            reads_shard=self.engine.reads_shard,
+            memory_bytes=(
+                self.experiment.cluster.device.memory_bytes if conf.policy is OffloadKind.auto else None
+            ),
+        )
+        self.engine.look_with(offload.unit_near)
+        return offload
+
+    def _begin_on_disk(self, offload: DiskOffload) -> None:
+        if offload.resumed is None:
+            offload.commit(self.first_step, self._notes())
+            return
+        self.first_step = offload.resumed["step"]
+        if self.first_step >= self.experiment.steps:
+            raise ValueError(
+                f"offload.resume=true: {self.first_step} steps are done; steps={self.experiment.steps} must be more"
+            )
+        if self.loss_scale is not None and offload.resumed["loss_scale"] is not None:
+            self.loss_scale.load(offload.resumed["loss_scale"])
+
+    def _notes(self) -> dict[str, Any]:
+        return {"loss_scale": self.loss_scale.state() if self.loss_scale is not None else None}
 
     def _on_device(self, batch: tuple[Tokens, Tokens]) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, targets = (torch.from_numpy(part.copy()).to(self.context.device) for part in batch)
@@ -300,32 +392,30 @@ class Trainer:
             decisions=self.ledger.decisions if self.context.rank == 0 else [],
             decision_digest=decision_digest(self.ledger.decisions),
             memory_bytes={
-                "parameters": local_bytes(self.engine.parameters()),
+                "parameters": (
+                    self.offload.near_bytes(Kind.parameters)
+                    if self.offload is not None
+                    else local_bytes(self.engine.parameters())
+                ),
                 "gradients": self.progress.gradient_bytes,
-                "optimizer": optimizer_bytes(self.optimizer),
+                "optimizer": (
+                    self.offload.near_bytes(Kind.optimizer)
+                    if self.offload is not None
+                    else optimizer_bytes(self.optimizer)
+                ),
                 "secondary_shard": self.engine.secondary_bytes(),
                 "peak": peak_bytes,
             },
             interface=after.since(before) if before is not None and after is not None else None,
             checkpoints=self.progress.checkpoints,
             skipped_steps=self.loss_scale.skipped_steps if self.loss_scale is not None else 0,
+            far_bytes=self.offload.far_bytes() if self.offload is not None else None,
+            moved_bytes=self.offload.residency.moved_bytes("train") if self.offload is not None else None,
         )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _build_optimizer(conf: OptimizerConf, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer | None:
-    """None on a rank that owns no weights (all but the parameter server)."""
-    if not parameters:
-        return None
-    common: dict[str, Any] = {"lr": conf.lr, "weight_decay": conf.weight_decay}
-    if conf.name == "sgd":  # DTensor has no fused one
-        return torch.optim.SGD(parameters, momentum=conf.momentum, foreach=True, **common)
-    beta1, beta2 = conf.betas
-    # fused: 1.7 ms on gpt_tiny's shards where foreach takes 6.3
-    return torch.optim.AdamW(parameters, betas=(beta1, beta2), eps=conf.eps, fused=True, **common)
 
 
 def _way(cluster: ClusterConf) -> Way | None:

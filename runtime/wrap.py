@@ -5,6 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ..conf.schema import Backend, Precision
 from ..policies.comm import CommPolicy, GradientsReady, Placement
@@ -126,6 +127,7 @@ def wrap_model(
     device: torch.device,
     overlap: bool = False,
     micro_batches: int = 1,
+    host_memory: CPUOffloadPolicy | None = None,
 ) -> CommEngine:
     """Give `model` to the policy.
 
@@ -135,9 +137,10 @@ def wrap_model(
         precision: Weights are gathered and gradients reduced in it; what the optimizer steps stays fp32.
         overlap: On gloo, communicate on a thread of its own. NCCL overlaps by itself.
         micro_batches: Of a step.
+        host_memory: FSDP2 keeps weights, gradients and what the optimizer steps in the host's memory.
 
     Raises:
-        ValueError: If overlap would give wrong sums, naming the keys.
+        ValueError: If overlap would give wrong sums, or whole weights are to lie in host memory, naming the keys.
     """
     from .replicated import ReplicatedEngine
     from .sharded_engine import ShardedEngine
@@ -151,17 +154,19 @@ def wrap_model(
     if overlap and backend_of(device) is Backend.gloo:
         check_overlap(policy, units, precision=precision, micro_batches=micro_batches)
         thread = CommThread(interpreter.ledger)
-    kind = ShardedEngine if policy.placement is Placement.sharded else ReplicatedEngine
-    return kind(
-        model,
-        units,
-        policy=policy,
-        interpreter=interpreter,
-        precision=precision,
-        wire_dtype=WIRE_DTYPE[precision],
-        device=device,
-        thread=thread,
-    )
+    common: dict[str, Any] = {
+        "policy": policy,
+        "interpreter": interpreter,
+        "precision": precision,
+        "wire_dtype": WIRE_DTYPE[precision],
+        "device": device,
+        "thread": thread,
+    }
+    if policy.placement is Placement.sharded:
+        return ShardedEngine(model, units, host_memory=host_memory, **common)
+    if host_memory is not None:
+        raise ValueError(f"offload=cpu needs sharded weights, and policy {policy.name!r} replicates them")
+    return ReplicatedEngine(model, units, **common)
 
 
 def check_overlap(

@@ -10,8 +10,9 @@ from ..conf.schema import ClusterConf, ExperimentConf, Precision, Recompute
 from ..policies.comm import CommPolicy
 from ..policies.comm.memory import state_bytes
 from .device import Device, Tally
-from .interpreter import Work
+from .interpreter import FP32_BYTES, PASSES, Work
 from .layers import block_modules, block_work, kernels_of
+from .optimizer import pass_bytes
 from .root_layers import embed_work, head_work
 
 if TYPE_CHECKING:
@@ -19,12 +20,8 @@ if TYPE_CHECKING:
 
 EMBED, HEAD = "embed", "head"  # the root's computation before and after the blocks
 
-# Bytes that AdamW moves a parameter: reads gradient, weight and two moments, writes weight and moments, all
-# fp32
-ADAMW_PASS_BYTES = 28
-SGD_PASS_BYTES = 12
-MOMENTUM_PASS_BYTES = 8
-CLIP_PASS_BYTES = 12  # the norm reads the gradient, scaling reads and writes it
+# Bytes a parameter: the norm reads the gradient, scaling reads and writes it
+CLIP_PASS_BYTES = 12
 
 
 class Costs:
@@ -44,6 +41,7 @@ class Costs:
         self._experiment = experiment
         self._spec = spec
         self._policy = policy
+        self.offload = experiment.offload
         self._sequence = experiment.batch.sequence or spec.sequence
         self._known: dict[Work, int] = {}
         self.device = Device(
@@ -139,7 +137,7 @@ class Costs:
         if work.kind == "compute":
             return self._compute_ns(work.key)
         if work.kind == "step":
-            return self._step_ns()
+            return self._step_ns() * (work.amount / self.stepped_elements if work.key else 1.0)
         if work.kind == "layout":
             return self._layout.ns(work)
         if work.kind == "fixed":
@@ -148,7 +146,8 @@ class Costs:
         if work.kind == "traffic":
             # a probe times the sum that follows a decoding with it, as one kernel does both
             fused = work.key == "reduce" and host.codec_ns_per_element
-            return 0.0 if fused else self._memory_ns(work.amount)
+            scale = self.codec_scale if work.key in PASSES else 1.0
+            return 0.0 if fused else scale * self._memory_ns(work.amount)
         if not work.amount:
             return 0.0
         for bits in (work.bits, {2: 4, 6: 8}.get(work.bits, work.bits)):
@@ -156,7 +155,7 @@ class Costs:
             if key in host.codec_ns or key in host.codec_ns_per_element:
                 probed = host.codec_ns.get(key, 0) + host.codec_ns_per_element.get(key, 0.0) * work.amount
                 return self.codec_scale * probed
-        element = self._experiment.precision.element_bytes
+        element = FP32_BYTES if work.key else self._experiment.precision.element_bytes
         return self._memory_ns(work.amount * (element + work.bits / 8)) + self.cluster.device.launch_ns
 
     @cached_property
@@ -188,20 +187,21 @@ class Costs:
     def _step_ns(self) -> float:
         if "step" in self.cluster.host.compute_ns:
             return self.cluster.host.compute_ns["step"]
-        optimizer = self._experiment.optimizer
-        per_parameter = ADAMW_PASS_BYTES
-        if optimizer.name == "sgd":
-            per_parameter = SGD_PASS_BYTES + (MOMENTUM_PASS_BYTES if optimizer.momentum else 0)
+        per_parameter = pass_bytes(self._experiment.optimizer)
         if self._experiment.train.gradient_clipping or self._experiment.precision is Precision.fp16:
             per_parameter += CLIP_PASS_BYTES
-        # state_bytes with 1 byte a parameter counts the parameters that this rank steps
-        owned = state_bytes(
+        return self._memory_ns(self.stepped_elements * per_parameter)
+
+    @cached_property
+    def stepped_elements(self) -> int:
+        """Parameters that one rank steps."""
+        # state_bytes with 1 byte a parameter counts them
+        return state_bytes(
             self._policy,
             num_parameters=num_parameters(self._spec),
             num_ranks=self.cluster.num_ranks,
             optimizer_bytes=1,
         ).optimizer
-        return self._memory_ns(owned * per_parameter)
 
     @cached_property
     def _tallies(self) -> dict[str, Tally]:

@@ -27,6 +27,7 @@ from ..policies.partition import shard_segments
 from ..policies.plan import Plan
 from .costs import EMBED, HEAD
 from .interpreter import Goal, Interpreted, Transfer, Work, interpret
+from .offload import Offload
 from .program import Program
 from .rules import Blocking, Handle
 
@@ -83,7 +84,9 @@ class Engine:
     Args:
         units: Of the model, root first.
         clip: Whether the norm of all gradients is reduced before the step.
+        num_norms: Numbers that the optimizer sums over the ranks, fp32; 0: none.
         gradient_bytes: Of an element on the wire when sharded gradients are summed; None: as the weights.
+        offload: Carries out what an offload policy decides; None: all states stay near.
     """
 
     def __init__(
@@ -96,7 +99,9 @@ class Engine:
         num_micro_batches: int,
         eval_batches: int,
         clip: bool,
+        num_norms: int = 0,
         gradient_bytes: int | None = None,
+        offload: Offload | None = None,
     ) -> None:
         self._decisions = decisions
         self._policy = decisions.policy
@@ -107,6 +112,8 @@ class Engine:
         self._num_micro_batches = num_micro_batches
         self._eval_batches = eval_batches
         self._clip = clip
+        self._num_norms = num_norms
+        self._offload = offload
         self._gradient_bytes = gradient_bytes or precision.element_bytes
         self._sharded = self._policy.placement is Placement.sharded
         self._interpreted: dict[tuple[int, Goal, int], Interpreted] = {}
@@ -117,6 +124,8 @@ class Engine:
         """One optimizer step. `weights` is changed to what holds after it."""
         last = self._num_micro_batches - 1
         self._reduced.clear()
+        if self._offload is not None:
+            self._offload.begin("train")
         for micro_batch in range(self._num_micro_batches):
             self._forward(rules, weights, Phase.forward.value)
             self._backward(rules, weights, micro_batch)
@@ -126,9 +135,16 @@ class Engine:
         check_reduced(self._policy, [unit.name for unit in (self._root, *self._blocks)], self._reduced)
         rules.drain()
         if self._clip:
+            if self._offload is not None:
+                self._offload.norm(rules)
             self._all_reduce(rules, "step", 1)
-        root_only = self._policy.placement is Placement.server
-        rules.local("step", "", "step", Work("step"), only_root=root_only)
+        if self._num_norms:
+            self._all_reduce(rules, "step", self._num_norms)
+        if self._offload is not None:
+            self._offload.step(rules)
+        else:
+            root_only = self._policy.placement is Placement.server
+            rules.local("step", "", "step", Work("step"), only_root=root_only)
         rules.drain()
         weights.copies.clear()
         self._publish(rules)
@@ -136,6 +152,8 @@ class Engine:
 
     def validation(self, rules: Blocking, weights: Weights) -> Program:
         """Forward passes without gradients, and the mean of their loss."""
+        if self._offload is not None:
+            self._offload.begin("eval")
         for _ in range(self._eval_batches):
             self._forward(rules, weights, "eval")
         weights.gathered.clear()  # resharded, or the next step would compute with stale weights
@@ -203,7 +221,11 @@ class Engine:
             weights.copies.pop(unit.name, None)
         if interpreted.stores_copy:
             weights.copies[unit.name] = interpreted.stores_copy
-        return rules.gather(interpreted, phase, unit.name)
+        if self._offload is None or interpreted.loads_copy:  # a copy lies near
+            return rules.gather(interpreted, phase, unit.name)
+        handle = rules.gather(interpreted, phase, unit.name, self._offload.gather(rules, phase, unit.name))
+        self._offload.gathered(rules, phase, unit.name, handle or ())
+        return handle
 
     def _reshard(self, rules: Blocking, weights: Weights, unit: str) -> None:
         if self._sharded and self._policy.reshard_after_forward:
@@ -213,9 +235,12 @@ class Engine:
     def _reduce(self, rules: Blocking, unit: Unit, micro_batch: int) -> None:
         plan = self._decisions.decide(GradientsReady(unit.name, micro_batch, self._num_micro_batches))
         if plan is not None:
+            again = unit.name in self._reduced
             self._reduced[unit.name] = None
-            goal = Goal.reduce if self._sharded else Goal.whole
-            rules.reduce(self._interpret(plan, goal, unit), Phase.backward.value, unit.name)
+            goal, phase = Goal.reduce if self._sharded else Goal.whole, Phase.backward.value
+            ends = rules.reduce(self._interpret(plan, goal, unit), phase, unit.name)
+            if self._offload is not None:
+                self._offload.reduced(rules, phase, unit.name, ends, again=again)
 
     def _publish(self, rules: Blocking) -> None:
         for unit in (self._root, *self._blocks):

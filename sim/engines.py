@@ -8,8 +8,11 @@ from ..conf.model_spec import ModelSpec, parameters
 from ..conf.schema import Backend, ExperimentConf, Precision
 from ..policies.comm import CommPolicy, Placement
 from ..policies.mesh import Mesh
+from ..policies.partition import shard_segments
 from .costs import Costs
 from .engine import Decisions, Engine, Weights
+from .offload import Offload, make_offload
+from .optimizer import num_norms
 from .program import Program, Writer
 from .rules import Blocking, CommThread, Streams
 
@@ -39,6 +42,7 @@ class EngineModel(Protocol):
 
     mesh: Mesh
     unit_bytes: Mapping[str, int]  # of each unit when it is gathered whole
+    offload: Offload | None  # where something lies outside near memory
 
     def write(self, *, validation: bool, before: State) -> Written:
         """One training step, or one validation: asked once for each state that it can begin with."""
@@ -56,6 +60,14 @@ class Fsdp2:
         self._sharded = policy.placement is Placement.sharded
         self._decisions = Decisions(policy)
         train, units = experiment.train, parameters(setup.spec)
+        clip = self._sharded and (train.gradient_clipping > 0 or experiment.precision is Precision.fp16)
+        if experiment.offload.active and not self._sharded:
+            raise ValueError(
+                f"offload={experiment.offload.name} needs sharded weights, and comm={policy.name} replicates them: use "
+                "a comm with zero_stage >= 1"
+            )
+        numels = {u.name: sum(shard_segments([t.shape for t in u.tensors], cluster.num_ranks)) for u in units}
+        self.offload: Offload | None = make_offload(experiment, numels, clip=clip)
         self._engine = Engine(
             decisions=self._decisions,
             mesh=self.mesh,
@@ -63,8 +75,10 @@ class Fsdp2:
             precision=experiment.precision,
             num_micro_batches=experiment.batch.accumulation,
             eval_batches=train.eval_batches,
-            clip=self._sharded and (train.gradient_clipping > 0 or experiment.precision is Precision.fp16),
+            clip=clip,
+            num_norms=num_norms(experiment.optimizer, units) if self._sharded else 0,
             gradient_bytes=Precision.fp32.element_bytes if experiment.kernels.reduce_fp32 else None,
+            offload=self.offload,
         )
         parts = cluster.num_ranks if self._sharded else 1
         element = experiment.precision.element_bytes
@@ -75,10 +89,14 @@ class Fsdp2:
 
     def write(self, *, validation: bool, before: State) -> Written:
         self._decisions.log = []
-        weights = Weights(before)
+        weights = Weights(part for part in before if "/" in part)
+        if self.offload is not None:
+            self.offload.restore(before)
+            self.offload.log = self._decisions.log
         write = self._engine.validation if validation else self._engine.training_step
         program = write(self._rules(), weights)
-        return Written({0: program}, self._decisions.log, weights.key())
+        own = self.offload.key() if self.offload is not None else ()
+        return Written({0: program}, self._decisions.log, weights.key() + own)
 
     def _rules(self) -> Blocking:
         experiment = self._experiment

@@ -257,6 +257,12 @@ class Executor:
                 else:
                     yield from run(rank, transfer, tag, wait_ns)
                 clock = env.now
+            elif item.move is not None:
+                at[worker] = (segment.iteration, item)
+                if clock > env.now:
+                    yield timeout(clock - env.now)
+                yield machine.far.run(rank, item.move)
+                clock = env.now
             elif not item.only_root or rank == self._root:
                 if slows_down and item.stream == COMPUTE and costs.slowdown(item.parts[0].work) > 1.0:
                     if clock > env.now:

@@ -27,17 +27,21 @@ from ..policies.plan import (
     Reorder,
     Step,
     StoreCopy,
-    block_aligned_cuts,
 )
 from ..policies.wire import encoded_bytes
+
+FP32_BYTES = 4
+PASSES = ("reorder", "own", "sum")  # local work that is a pass over memory of its own
 
 
 class Work(NamedTuple):
     """Something that takes time on one rank and moves nothing. `costs.Costs` says how long.
 
-    kind `encode` or `decode`: `amount` elements of `bits`. `traffic`: `amount` bytes read and written, as
-    `key` says. `compute`: `key` is such as "forward/block.0", or
-    "forward/block.0#out" for a part of it. `step`: the optimizer's. `fixed`: `amount` nanoseconds.
+    kind `encode` or `decode`: `amount` elements of `bits`, to or from the wire's elements; with `key` `fp32`
+    those are in fp32.
+    `traffic`: `amount` bytes read and written, as `key` says; those of `PASSES` are what a fused kernel would spare.
+    `compute`: `key` is such as "forward/block.0", or "forward/block.0#out" for a part of it. `step`: the
+    optimizer's. `fixed`: `amount` nanoseconds.
     """
 
     kind: str
@@ -88,29 +92,41 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One step of one chunk. `after`: positions of the pieces that must end first."""
+    """One step of one chunk. `after`: positions of the pieces that must end first.
+
+    `beside`: a collective which only those pieces wait for that name it; `chunk` tells it from those of its stream
+    that may be under way at the same time.
+    """
 
     what: LocalWork | Transfer
     stream: str
     after: tuple[int, ...]
+    beside: bool = False
+    chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Interpreted:
-    """`pieces` in the order of issue, chunk after chunk."""
+    """`pieces` in the order of issue. Local work is done where the plan is carried out, on `stream`."""
 
     pieces: tuple[Piece, ...]
+    stream: str
     stores_copy: str  # over which axis; "": none
     loads_copy: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """The tensor between two steps: `parts` times `slices` slices of the same layout."""
+    """The tensor between two steps: `parts` times `slices` slices of the same layout.
+
+    `waits`: decoded in one pass with what follows. `wide`: in memory, in fp32.
+    """
 
     slices: int
     parts: int = 1
     encoding: Quantize | None = None
+    waits: bool = False
+    wide: bool = False
 
 
 def interpret(
@@ -125,51 +141,65 @@ def interpret(
     Raises:
         ValueError: If a step cannot follow the ones before it, or the plan does not reach its goal.
     """
-    quantizers = [step for step in plan.steps if isinstance(step, Quantize)]
-    cuts = block_aligned_cuts(sum(segments), plan.chunks, quantizers[0].block if quantizers else 1)
     pieces: list[Piece] = []
-    for start, end in cuts:
-        walk = _Walk(plan, goal, cut_segments(segments, start, end), mesh, element_bytes)
-        walk.run(pieces)
+    walks = [
+        _Walk(plan, goal, chunk, cut_segments(segments, start, end), mesh, element_bytes, pieces)
+        for chunk, (start, end) in enumerate(plan.cuts(segments))
+    ]
+    for chunk, step in plan.order(len(walks)):
+        walks[chunk].take(step)
+    for walk in walks:
+        walk.check_end()
     stored = [step.axis for step in plan.steps if isinstance(step, StoreCopy)]
     loaded = [step.axis for step in plan.steps if isinstance(step, LoadCopy)]
     if goal is not Goal.gather and (stored or loaded):
         raise ValueError(f"plan '{plan.describe()}' keeps a copy, but only a gather can")
-    return Interpreted(tuple(pieces), stored[-1] if stored else "", loaded[-1] if loaded else "")
+    return Interpreted(tuple(pieces), plan.stream, stored[-1] if stored else "", loaded[-1] if loaded else "")
 
 
 class _Walk:
-    """One chunk's way through the plan."""
+    """One chunk's way through the plan; its pieces go to `pieces`."""
 
     def __init__(
-        self, plan: Plan, goal: Goal, segments: tuple[int, ...], mesh: Mesh, element_bytes: int
+        self,
+        plan: Plan,
+        goal: Goal,
+        chunk: int,
+        segments: tuple[int, ...],
+        mesh: Mesh,
+        element_bytes: int,
+        pieces: list[Piece],
     ) -> None:
         self.plan = plan
         self.goal = goal
+        self.chunk = chunk
+        self.pieces = pieces
         self.segments = segments
         self.numel = sum(segments)
         self.mesh = mesh
         self.element_bytes = element_bytes
+        self._start = _Value(mesh.num_ranks if goal is Goal.reduce else 1)
+        self._values: dict[int, _Value] = {}
+        # the pieces that stand for a step; a step without work hands on those that it waits for
+        self._ends: dict[int, tuple[int, ...]] = {}
 
-    def run(self, pieces: list[Piece]) -> None:
-        slices = self.mesh.num_ranks if self.goal is Goal.reduce else 1
-        start = _Value(slices)
-        values: list[_Value] = []
-        ends: list[
-            tuple[int, ...]
-        ] = []  # the pieces that stand for a step; a step without work hands on its own
-        for i, step in enumerate(self.plan.steps):
-            dependencies = self.plan.dependencies(i)
-            value, whats = self._step(step, values[dependencies[-1]] if dependencies else start)
-            values.append(value)
-            after = tuple(dict.fromkeys(at for dep in dependencies for at in ends[dep]))
-            for what in whats:
-                pieces.append(Piece(what, self.plan.stream_of(i), after))
-                after = (len(pieces) - 1,)
-            ends.append(after)
-        self._check_end(values[-1] if values else start)
+    def take(self, i: int) -> None:
+        """Step `i`. Those that it waits for have been taken."""
+        plan, pieces = self.plan, self.pieces
+        dependencies = plan.dependencies(i)
+        self._values[i], whats = self._step(
+            plan.steps[i], self._values[dependencies[-1]] if dependencies else self._start
+        )
+        after = tuple(dict.fromkeys(at for dep in dependencies for at in self._ends[dep]))
+        for what in whats:
+            beside = isinstance(what, Transfer) and plan.is_beside(i)
+            pieces.append(Piece(what, plan.stream_of(i), after, beside, self.chunk))
+            after = (len(pieces) - 1,)
+        self._ends[i] = after
 
-    def _check_end(self, value: _Value) -> None:
+    def check_end(self) -> None:
+        last = len(self.plan.steps) - 1
+        value = replace(self._values.get(last, self._start), waits=False, wide=False)
         slices = self.mesh.num_ranks if self.goal is Goal.gather else 1
         if value != _Value(slices):
             raise ValueError(
@@ -190,31 +220,33 @@ class _Walk:
                         f"ranks of {step.exact_own!r}"
                     )
                 own = elements // sharers if step.exact_own is not None else 0
-                work = Work("encode", "", step.bits, elements - own)
-                return replace(value, encoding=step), [LocalWork(f"encode{step.bits}", work)]
+                work = Work("encode", "fp32" if value.wide else "", step.bits, elements - own)
+                return replace(value, encoding=step, wide=False), [LocalWork(f"encode{step.bits}", work)]
             case Dequantize():
                 encoding = value.encoding
                 if encoding is None:
                     raise ValueError(f"plan '{self.plan.describe()}': Dequantize without Quantize")
                 exact = encoding.exact_own
                 own = elements // axis_size(self.mesh, exact) if exact is not None else 0
-                work = Work("decode", "", encoding.bits, elements - own)
-                return replace(value, encoding=None), [LocalWork(f"decode{encoding.bits}", work)]
+                work = Work("decode", "" if step.fused else "fp32", encoding.bits, elements - own)
+                works: list[LocalWork | Transfer] = [LocalWork(f"decode{encoding.bits}", work)]
+                if own and not step.fused:
+                    moved = own * (self.element_bytes + FP32_BYTES)
+                    works.append(LocalWork("own", Work("traffic", "own", 0, moved)))
+                return replace(value, encoding=None, waits=step.fused, wide=not step.fused), works
             case Reduce():
                 self._need(value.encoding is None, step, "quantized data")
-                moved = (value.parts + 1) * value.slices * self.numel * self.element_bytes
-                work = Work("traffic", "reduce", 0, moved if value.parts > 1 else 0)
-                return replace(value, parts=1), [LocalWork("reduce", work)] if value.parts > 1 else []
+                return self._sum(value)
             case Reorder():
                 self._need(value.encoding is None, step, "quantized data")
                 if value.parts != 1 or value.slices != self.mesh.num_ranks:
                     raise ValueError(
                         f"plan '{self.plan.describe()}': Reorder takes one slice a rank, got {value.slices}"
                     )
-                return (
-                    value,
-                    [],
-                )  # fused into the quantization that follows, as in DeepSpeed's swizzled_quantize
+                if step.fused:  # into the quantization that follows, as in DeepSpeed's swizzled_quantize
+                    return value, []
+                moved = 2 * elements * self.element_bytes
+                return value, [LocalWork("reorder", Work("traffic", "reorder", 0, moved))]
             case LoadCopy():
                 slices = self._copy_slices(step.axis)
                 return _Value(slices), []  # a view of what this rank holds
@@ -225,8 +257,22 @@ class _Walk:
                 return self._collective(step, value)
         raise ValueError(f"the simulator does not know the plan step {type(step).__name__}")
 
+    def _sum(self, value: _Value) -> tuple[_Value, list[LocalWork | Transfer]]:
+        """Parts that were decoded in the same pass, or that lie in memory: of the wire's elements, or in fp32."""
+        after = replace(value, parts=1, wide=False)
+        if value.parts == 1:
+            return after, []
+        numel = value.slices * self.numel
+        if value.waits:
+            moved = (value.parts + 1) * numel * self.element_bytes
+            return after, [LocalWork("reduce", Work("traffic", "reduce", 0, moved))]
+        each = FP32_BYTES if value.wide else self.element_bytes
+        moved = value.parts * numel * each + numel * FP32_BYTES
+        return replace(after, wide=True), [LocalWork("reduce", Work("traffic", "sum", 0, moved))]
+
     def _collective(self, step: Collective, value: _Value) -> tuple[_Value, list[LocalWork | Transfer]]:
         size = axis_size(self.mesh, step.axis)
+        value = replace(value, waits=False, wide=False)  # as it goes on the wire
         self._need(value.parts == 1, step, "parts that no Reduce has added up")
         exact = value.encoding.exact_own if value.encoding is not None else None
         if exact is not None and not (isinstance(step, AllToAll) and step.axis == exact):

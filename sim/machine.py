@@ -8,6 +8,7 @@ import simpy
 from ..conf.schema import Backend, ClusterConf
 from .conditions import Conditions
 from .costs import Costs
+from .far import FarMemory
 from .interpreter import Work
 from .network import Network, Route
 from .topology import Link, Path, Topology
@@ -53,6 +54,13 @@ class Machine:
         self._per_host = cluster.num_ranks if cluster.host.all_nodes else cluster.devices_per_node
         self._folded = folded
         self._shares = dict(shares or {})
+        self.far = FarMemory(
+            cluster,
+            costs.offload,
+            self.network,
+            per_host=self._per_host,
+            shares=self._shares if folded else None,
+        )
         self._cores = _cores(cluster, self._per_host)
         # a probe times a rank while all ranks do the same: what it saw is this share of a core
         self.core_share = min(1.0, cluster.host.cores / self._per_host) if cluster.host.cores else 1.0

@@ -11,6 +11,7 @@ from ..policies.comm import CommPolicy, Placement
 from ..policies.comm.memory import state_bytes
 from .device import Device
 from .layers import BlockWork, block_work, kernels_of
+from .optimizer import buffer_bytes, moment_bytes
 from .root_layers import head_bytes
 
 CLASSES = ("parameters", "gradients", "optimizer", "secondary_shard", "activations", "buffers")
@@ -34,9 +35,7 @@ class Convention(Enum):
 def optimizer_bytes(experiment: ExperimentConf) -> int:
     """Optimizer states a parameter: fp32 master copy (none if weights are fp32) and fp32 moments."""
     master = 0 if experiment.precision is Precision.fp32 else 4
-    if experiment.optimizer.name == "adamw":
-        return master + 8
-    return master + (4 if experiment.optimizer.momentum else 0)
+    return master + moment_bytes(experiment.optimizer)
 
 
 def activations(spec: ModelSpec, experiment: ExperimentConf) -> tuple[list[BlockWork], float]:
@@ -81,9 +80,11 @@ def convention(experiment: ExperimentConf, policy: CommPolicy) -> Convention:
         fp16 = experiment.precision is Precision.fp16
         return Convention.float_copies if fp16 else Convention.float_gradients
     shards = policy.placement is Placement.sharded and policy.reshard_after_forward
+    # ZeRO-Offload: 16-bit weights and gradients cross, the fp32 copy stays with the moments
+    halved = experiment.offload.name == "cpu" and not experiment.offload.fp32
     return (
         Convention.float_shards
-        if shards and experiment.engine.value == "fsdp2"
+        if shards and experiment.engine.value == "fsdp2" and not halved
         else Convention.half_gradients
     )
 
@@ -130,18 +131,25 @@ def peak(points: Sequence[MemoryPoint]) -> MemoryPoint:
 
 
 def memory_over_time(
-    experiment: ExperimentConf, spec: ModelSpec, policy: CommPolicy, unit_bytes: Sequence[int]
+    experiment: ExperimentConf,
+    spec: ModelSpec,
+    policy: CommPolicy,
+    unit_bytes: Sequence[int],
+    near: Mapping[str, int] | None = None,
 ) -> list[MemoryPoint]:
     """A training step's last micro-batch, unit by unit in the order of computation.
 
     Activations grow block by block in forward and shrink in backward, where a recomputed block stands whole
     beside them. Gradients of a sharded unit come with its reduction, those of earlier micro-batches are there.
+
+    Args:
+        near: Of these classes, what offloading leaves in this memory; None: nothing is offloaded.
     """
     if experiment.engine is Engine.megatron:
         from .megatron.memory import stage_memory  # other engines do not import it
 
         return stage_memory(experiment, spec)
-    states = _states(experiment, spec, policy)
+    states = _states(experiment, spec, policy) | dict(near or {})
     if experiment.engine in (Engine.deepspeed, Engine.deepspeed_2023):
         from .deepspeed.memory import buffer_bytes  # other engines do not import it
 
@@ -179,7 +187,7 @@ def memory_over_time(
         kept -= block.saved_bytes
         reduced += blocks_bytes[layer] if layer < len(blocks_bytes) else 0
     points.append(point("backward", "embed", 0.0, gathered + reducing, reduced + root_bytes))
-    points.append(point("step", "all", 0.0, 0, whole))
+    points.append(point("step", "all", 0.0, _step_buffers(experiment, spec, policy), whole))
     return points
 
 
@@ -212,6 +220,15 @@ def _states(experiment: ExperimentConf, spec: ModelSpec, policy: CommPolicy) -> 
         "optimizer": optimizer,
         "secondary_shard": states.secondary_shard,
     }
+
+
+def _step_buffers(experiment: ExperimentConf, spec: ModelSpec, policy: CommPolicy) -> int:
+    """What the optimizer holds only while it steps."""
+    ranks = experiment.cluster.num_ranks
+    one = buffer_bytes(experiment.optimizer)
+    return state_bytes(
+        policy, num_parameters=num_parameters(spec), num_ranks=ranks, optimizer_bytes=one
+    ).optimizer
 
 
 def _buffers(experiment: ExperimentConf, policy: CommPolicy, unit_bytes: Sequence[int]) -> tuple[int, int]:
@@ -253,6 +270,17 @@ def estimate_zero3(
         return layer
     per_parameter = 2 if offload_optimizer else Convention.float_gradients.bytes_per_parameter
     return layer + per_parameter * num_parameters // ranks
+
+
+def out_of_far_memory(experiment: ExperimentConf, nbytes: int) -> str | None:
+    """The reason why what lies outside a node's near memory does not fit there; None: it fits, or nobody knows."""
+    cluster = experiment.cluster
+    disk = experiment.offload.name == "disk"
+    key, what = ("disk.capacity_bytes", "disk") if disk else ("host.memory_bytes", "host memory")
+    capacity = cluster.disk.capacity_bytes if disk else cluster.host.memory_bytes
+    if capacity is None or nbytes <= capacity:
+        return None
+    return f"out of {what}: the ranks of a node offload {nbytes / 1e9:.2f} GB, cluster.{key} is {capacity / 1e9:.2f} GB"
 
 
 def out_of_memory(

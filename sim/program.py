@@ -6,6 +6,7 @@ An engine model writes it; `executor` runs it in simulated time, one copy a rank
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
+from .far import Move
 from .interpreter import Interpreted, LocalWork, Transfer, Work
 
 MAIN = "main"  # the worker of the thread that computes
@@ -36,6 +37,9 @@ class Item:
     # collectives that `parts` contain, with the stream that shows them and how often each is there: their time is
     # part of the item's, for nothing else of the rank can come between
     inside: tuple[tuple[Transfer, str, int], ...] = ()
+    move: Move | None = (
+        None  # in place of all these: a copy between near and far memory, or a step in the host's
+    )
 
 
 @dataclass(slots=True)
@@ -66,6 +70,7 @@ class Writer:
         self.program = Program()
         self._merge = merge
         self._last: dict[str, Item] = {}
+        self._joins: dict[str, tuple[int, ...]] = {}  # what the next item of a worker waits for besides
 
     def last(self, worker: str) -> tuple[int, ...]:
         """The item that `worker` will have ended when it has ended all so far."""
@@ -107,6 +112,14 @@ class Writer:
     ) -> int:
         return self._add(worker, stream, phase, unit, after, (), transfer, False, tag).index
 
+    def move(self, phase: str, unit: str, name: str, move: Move, after: Iterable[int] = ()) -> int:
+        """A move on the worker of its way."""
+        worker = move.way.value
+        part = LocalWork(name, Work("fixed"))
+        item = self._add(worker, worker, phase, unit, after, (part,), None, False)
+        item.move = move
+        return item.index
+
     def plan(
         self,
         interpreted: Interpreted,
@@ -117,10 +130,14 @@ class Writer:
         after: Iterable[int] = (),
         tag: Hashable = None,
     ) -> tuple[int, ...]:
-        """All pieces of a plan; `worker` None gives each stream its own.
+        """All pieces of a plan. What runs beside has workers of its own, apart from its local work and its other
+        collectives.
 
-        `after` holds for every piece that waits for no other. `tag`: of the plan; its transfers are counted
-        behind it.
+        Args:
+            worker: Carries the plan out, and is not done with it before all of it has ended; collectives beside are
+                posted at once. None: the plan's stream, and each other stream is first in, first out.
+            after: Holds for every piece that waits for no other.
+            tag: Of the plan; its transfers are counted behind it.
 
         Returns:
             Indices of the items with which the plan ends.
@@ -129,7 +146,10 @@ class Writer:
         index: list[int] = []
         open_ends: dict[int, None] = {}
         for piece in interpreted.pieces:
-            on = worker if worker is not None else piece.stream
+            if not piece.beside:
+                on = worker if worker is not None else interpreted.stream
+            else:
+                on = f"{piece.stream}/{piece.chunk}" if worker is not None else piece.stream
             waits = tuple(index[at] for at in piece.after) if piece.after else begin
             for at in waits if piece.after else ():
                 open_ends.pop(at, None)
@@ -148,6 +168,8 @@ class Writer:
                     item = self._add(on, QUANTIZE, phase, unit, waits, (piece.what,), None, False)
             index.append(item.index)
             open_ends[item.index] = None
+        if worker is not None:
+            self._joins[worker] = tuple(open_ends)
         return tuple(open_ends)
 
     def _add(
@@ -163,7 +185,8 @@ class Writer:
         tag: Hashable = None,
     ) -> Item:
         items = self.program.items
-        waits = tuple(dict.fromkeys(at for at in after if items[at].worker != worker))
+        before = (*after, *self._joins.pop(worker, ()))
+        waits = tuple(dict.fromkeys(at for at in before if items[at].worker != worker))
         item = Item(len(items), worker, stream, phase, unit, waits, parts, transfer, only_root, tag)
         items.append(item)
         self._last[worker] = item

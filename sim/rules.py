@@ -14,7 +14,8 @@ COMM_THREAD = "comm"
 
 
 class Blocking:
-    """FSDP2 on gloo: everything is done by the one thread of a rank, in the order of issue.
+    """FSDP2 on gloo: everything is done by the one thread of a rank, in the order of issue. Only a plan's collectives
+    on other streams than its own run beside it, until the plan has ended.
 
     Args:
         copies: Bytes of a unit's gathered tensor that FSDP copies out after a gather, and in before a
@@ -29,9 +30,21 @@ class Blocking:
         self._copies = copies
         self._waits: tuple[int, ...] = ()  # of the next item on the main worker
 
-    def gather(self, plan: Interpreted, phase: str, unit: str) -> Handle:
-        """Issue a gather, or the publication of a unit."""
-        return self.writer.plan(plan, phase, unit, worker=MAIN)
+    def gather(self, plan: Interpreted, phase: str, unit: str, after: tuple[int, ...] = ()) -> Handle:
+        """Issue a gather, or the publication of a unit. `after`: what brings the own shard near."""
+        return self.writer.plan(plan, phase, unit, worker=MAIN, after=after) or after
+
+    def issued(self) -> tuple[int, ...]:
+        """What a copy waits for that is issued now with the unit's gather."""
+        return self.reached()
+
+    def reached(self) -> tuple[int, ...]:
+        """All that the main worker has been given, and will wait for next."""
+        return self.writer.last(MAIN) + self._waits
+
+    def wait(self, items: tuple[int, ...]) -> None:
+        """The main worker goes on when `items` have ended."""
+        self._waits += items
 
     def use(self, handle: Handle, phase: str, unit: str) -> None:
         """The main worker goes on when the unit's weights are there."""
@@ -45,10 +58,10 @@ class Blocking:
     def free(self, unit: str) -> None:
         """The unit's gathered weights are dropped once the computation so far is done."""
 
-    def reduce(self, plan: Interpreted, phase: str, unit: str) -> None:
-        """The unit's gradients are complete."""
+    def reduce(self, plan: Interpreted, phase: str, unit: str) -> tuple[int, ...]:
+        """The unit's gradients are complete. Returns the items with which they are reduced."""
         self._copy("copy_in", phase, unit)
-        self.writer.plan(plan, phase, unit, worker=MAIN)
+        return self.writer.plan(plan, phase, unit, worker=MAIN) or self.reached()
 
     def backward_done(self) -> None:
         """The end of a micro-batch."""
@@ -83,15 +96,14 @@ class CommThread(Blocking):
 
     prefetches_forward = True
 
-    def gather(self, plan: Interpreted, phase: str, unit: str) -> Handle:
-        return self.writer.plan(plan, phase, unit, worker=COMM_THREAD, after=self._issued())
+    def gather(self, plan: Interpreted, phase: str, unit: str, after: tuple[int, ...] = ()) -> Handle:
+        begin = self.reached() + after
+        return self.writer.plan(plan, phase, unit, worker=COMM_THREAD, after=begin) or after
 
-    def reduce(self, plan: Interpreted, phase: str, unit: str) -> None:
+    def reduce(self, plan: Interpreted, phase: str, unit: str) -> tuple[int, ...]:
         self._copy("copy_in", phase, unit)
-        self.writer.plan(plan, phase, unit, worker=COMM_THREAD, after=self._issued())
-
-    def _issued(self) -> tuple[int, ...]:
-        return self.writer.last(MAIN) + self._waits
+        begin = self.reached()
+        return self.writer.plan(plan, phase, unit, worker=COMM_THREAD, after=begin) or begin
 
 
 class Streams(Blocking):
@@ -116,9 +128,12 @@ class Streams(Blocking):
         self._freed: dict[str, tuple[int, ...]] = {}
         self._reduced: tuple[int, ...] = ()
 
-    def gather(self, plan: Interpreted, phase: str, unit: str) -> Handle:
-        after = self._gate + self._freed.pop(unit, ())
-        return self.writer.plan(plan, phase, unit, worker=None, after=after)
+    def gather(self, plan: Interpreted, phase: str, unit: str, after: tuple[int, ...] = ()) -> Handle:
+        begin = self._gate + self._freed.pop(unit, ()) + after
+        return self.writer.plan(plan, phase, unit, worker=None, after=begin) or after
+
+    def issued(self) -> tuple[int, ...]:
+        return self._gate
 
     def use(self, handle: Handle, phase: str, unit: str) -> None:
         if handle is None:
@@ -135,11 +150,12 @@ class Streams(Blocking):
         if unit == "root":
             self._gate, self._copied_out = self._copied_out or self._gate, ()
 
-    def reduce(self, plan: Interpreted, phase: str, unit: str) -> None:
+    def reduce(self, plan: Interpreted, phase: str, unit: str) -> tuple[int, ...]:
         if self._sharded:
             self._waits += self._reduced
             self.local(phase, unit, f"copy_in {unit}", self._copy_work(unit))
         self._reduced = self.writer.plan(plan, phase, unit, worker=None, after=self.writer.last(MAIN))
+        return self._reduced or self.writer.last(MAIN)
 
     def backward_done(self) -> None:
         self.drain()

@@ -17,7 +17,7 @@ from .costs import Costs
 from .engines import EngineModel, Setup, State, Written
 from .executor import Executor, FailureError, Segment, Timing
 from .folded import Folded
-from .interpreter import Transfer
+from .interpreter import PASSES, Transfer
 from .ledger import Ledger, rank_classes, transfers_of
 from .levels import levels
 from .machine import Machine
@@ -164,7 +164,7 @@ class Run:
             return 1.0
         costs = Costs(self.experiment, self.spec, self.policy)
         works = [part.work for item in self.segments[0].program(0).items for part in item.parts]
-        probed_ns = sum(costs.ns(work) for work in works if work.kind in ("encode", "decode"))
+        probed_ns = sum(costs.ns(w) for w in works if w.kind in ("encode", "decode") or w.key in PASSES)
         return measured_ns / probed_ns if probed_ns else 1.0
 
     def _fold(self) -> Fold:

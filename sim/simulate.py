@@ -11,20 +11,28 @@ import numpy as np
 
 from ..analysis.record import Decision, LedgerRow, Record, Span, comm_means, iteration_stats, new_result
 from ..conf.model_spec import ModelSpec
+from ..conf.offload_check import check_offload
 from ..conf.schema import Backend, ClusterConf, Engine, ExperimentConf, Target
 from ..policies.comm import CommPolicy
 from .costs import Costs, with_value
 from .energy import energy_j
 from .engines import EngineModel, Fsdp2, Setup
+from .far import Way
 from .goodput import goodput_of
 from .ledger import Ledger, RankClass, rank_classes
 from .machine import ARRIVAL_SKEW_NS
-from .memory import at_most, convention, memory_over_time, out_of_memory, peak
+from .memory import at_most, convention, memory_over_time, out_of_far_memory, out_of_memory, peak
 from .run import TIMELINE_STEPS, Run, Simulated
 from .timeline import phases, spans
 from .topology import TCP_LATENCY_NS
 
 TIMELINE_RANKS = 64  # the timeline shows so many ranks, each the first of its class, at most
+
+# Begin keys of a cluster that only moves between near and far memory read
+_FAR_KEYS = (
+    "disk.",
+    *(f"host.{key}" for key in ("memory_", "step_cores", "core_", "pcie_", "pageable_", "copy_")),
+)
 
 
 def make_engine(setup: Setup) -> EngineModel:
@@ -35,6 +43,7 @@ def make_engine(setup: Setup) -> EngineModel:
         Engine.deepspeed: _deepspeed,
         Engine.megatron: _megatron,
     }
+    check_offload(setup.experiment)
     which = setup.experiment.engine
     if which not in makers:
         raise ValueError(f"engine={which.value} is not simulated; use one of {[e.value for e in makers]}")
@@ -102,8 +111,9 @@ def _simulated(
         cluster = run.experiment.cluster
         nominal = run.simulate(cluster)
         bounds = []
-        if cluster.guesses and nominal.error is None:
-            bounds = [run.iteration_s(run.simulate(_guess(cluster, i))) for i in (0, 1)]
+        guesses = _guesses(run.experiment)
+        if guesses and nominal.error is None:
+            bounds = [run.iteration_s(run.simulate(_guess(cluster, guesses, i))) for i in (0, 1)]
         return _record(run, nominal, bounds, resolved, git_commit)
 
 
@@ -149,9 +159,17 @@ def check_plans(experiment: ExperimentConf, *, spec: ModelSpec, policy: CommPoli
         run.check_size(run.segments[0].programs, experiment.steps)
 
 
-def _guess(cluster: ClusterConf, which: int) -> ClusterConf:
+def _guesses(experiment: ExperimentConf) -> dict[str, Any]:
+    """Guessed inputs, without those that only offload reads where nothing is offloaded."""
+    guesses = experiment.cluster.guesses
+    if experiment.offload.active:
+        return guesses
+    return {key: span for key, span in guesses.items() if not key.startswith(_FAR_KEYS)}
+
+
+def _guess(cluster: ClusterConf, guesses: Mapping[str, Any], which: int) -> ClusterConf:
     """All guessed inputs at their worst (0) or best (1)."""
-    for key, (worst, best) in cluster.guesses.items():
+    for key, (worst, best) in guesses.items():
         cluster = with_value(cluster, key, (worst, best)[which])
     return cluster
 
@@ -179,9 +197,14 @@ def _record(
         means = [iteration_stats(b, experiment.warmup_steps)["mean"] for b in bounds]
         stats["high"], stats["low"] = max(means), min(means)
     unit_bytes = list(run.engine.unit_bytes.values())
-    points = memory_over_time(experiment, run.spec, run.policy, unit_bytes)
+    offload = run.engine.offload
+    near = offload.near_bytes() if offload is not None else None
+    points = memory_over_time(experiment, run.spec, run.policy, unit_bytes, near)
     held = at_most(points)
     error = out_of_memory(held, experiment.cluster.device.memory_bytes, points)
+    outside = _outside(run)
+    if error is None and outside:
+        error = out_of_far_memory(experiment, outside["far_memory_bytes"]["total"])
     result |= {
         "status": "failed" if nominal.error else "ok" if error is None else "oom",
         "error": nominal.error or error,
@@ -194,10 +217,11 @@ def _record(
         "memory_over_time": [{"phase": p.phase, "unit": p.unit, **p.held} for p in points],
         "folded": run.folded,
         "classes": [{"rank": c.rank, "count": c.count, "ranks": [list(r) for r in c.ranks]} for c in classes],
-        "guessed_inputs": _guessed_inputs(experiment.cluster),
+        "guessed_inputs": _guessed_inputs(experiment),
         "fitted_constants": _fitted_constants(experiment.cluster),
         **_rates(run, nominal.costs, stats["mean"]),
         **_phases(run, nominal, classes),
+        **outside,
     }
     if stats["mean"]:
         comm, num_ranks = result["comm"], run.mesh.num_ranks
@@ -212,6 +236,25 @@ def _record(
     if good is not None:
         result["goodput"] = good.plain()
     return Record(result, rows, _decisions(run), _spans(run, nominal))
+
+
+def _outside(run: Run) -> dict[str, Any]:
+    """What offload adds to a record: bytes of one node in far memory, and moved by one rank in the last step."""
+    offload = run.engine.offload
+    if offload is None:
+        return {}
+    host = (
+        run.experiment.cluster.num_ranks if run.experiment.cluster.host.all_nodes else run.mesh.ranks_per_node
+    )
+    steps = [segment for segment in run.segments if not segment.validation]
+    moved = dict.fromkeys(Way, 0)
+    for item in steps[-1].program(0).items:
+        if item.move is not None:
+            moved[item.move.way] += item.move.nbytes
+    return {
+        "far_memory_bytes": {name: host * nbytes for name, nbytes in offload.far_bytes().items()},
+        "moved_bytes": {way.value: nbytes for way, nbytes in moved.items()},
+    }
 
 
 def _training(rows: Sequence[LedgerRow]) -> list[LedgerRow]:
@@ -329,9 +372,9 @@ def _spans(run: Run, nominal: Simulated) -> list[Span]:
     ]
 
 
-def _guessed_inputs(cluster: ClusterConf) -> list[dict[str, Any]]:
-    guessed = []
-    for key, (worst, best) in sorted(cluster.guesses.items()):
+def _guessed_inputs(experiment: ExperimentConf) -> list[dict[str, Any]]:
+    guessed, cluster = [], experiment.cluster
+    for key, (worst, best) in sorted(_guesses(experiment).items()):
         value = _value(cluster, key)
         guessed.append({"key": f"cluster.{key}", "value": value, "worst": worst, "best": best})
     return guessed

@@ -18,8 +18,9 @@ class Phases:
 
     `compute`: in which it computed. `quantize`: in which only codecs, sums and copies ran that plans ask for.
     `comm_exposed`: in which only collectives did, waiting for other ranks included; all that a communication
-    thread does counts as that. `idle`: in which nothing ran. These four add up. `comm_total`: in which a
-    collective was under way, hidden or not.
+    thread does counts as that. `offload`: in which only copies between near and far memory ran, and steps in the
+    host; None where there are none. `idle`: in which nothing ran. These add up. `comm_total`: in which a collective
+    was under way, hidden or not.
     """
 
     compute: int
@@ -27,9 +28,11 @@ class Phases:
     comm_total: int
     quantize: int
     idle: int
+    offload: int | None = None
 
     def seconds(self) -> dict[str, float]:
-        return {name: getattr(self, name) / 1e9 for name in self.__dataclass_fields__}
+        times = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: ns / 1e9 for name, ns in times.items() if ns is not None}
 
 
 def phases(rank: int, segment: Segment, timing: Timing, *, until_ns: int) -> Phases:
@@ -38,6 +41,7 @@ def phases(rank: int, segment: Segment, timing: Timing, *, until_ns: int) -> Pha
     quantize: list[Interval] = []
     comm: list[Interval] = []
     beside: list[Interval] = []  # codecs on a communication thread
+    moves: list[Interval] = []
     for item in segment.program(rank).items:
         start, end = timing.starts_ns[item.index], timing.ends_ns[item.index]
         if end == start:
@@ -45,6 +49,8 @@ def phases(rank: int, segment: Segment, timing: Timing, *, until_ns: int) -> Pha
         if item.transfer is not None:
             if item.transfer.op != "recv":  # a receipt waits; what moves is the sender's
                 comm.append((start, end))
+        elif item.move is not None:
+            moves.append((start, end))
         elif item.stream == COMPUTE:
             compute.append((start, end))
         elif item.stream != HOST:
@@ -52,12 +58,14 @@ def phases(rank: int, segment: Segment, timing: Timing, *, until_ns: int) -> Pha
     computing = _union_ns(compute)
     busy = _union_ns(compute + quantize)
     everything = _union_ns(compute + quantize + comm + beside)
+    whole = _union_ns(compute + quantize + comm + beside + moves) if moves else everything
     return Phases(
         compute=computing,
         comm_exposed=everything - busy,
         comm_total=_union_ns(comm),
         quantize=busy - computing,
-        idle=until_ns - timing.start_ns - everything,
+        idle=until_ns - timing.start_ns - whole,
+        offload=whole - everything if moves else None,
     )
 
 
@@ -71,6 +79,8 @@ def spans(rank: int, segment: Segment, timing: Timing, costs: Costs, *, shares_c
         if item.transfer is not None:
             name = f"{item.transfer.op}{unit}"
             yield Span(rank, item.stream, name, start, end, item.transfer.payload_bytes)
+        elif item.move is not None:
+            yield Span(rank, item.stream, f"{item.parts[0].name}{unit}", start, end, item.move.nbytes)
         elif item.stream == COMPUTE:
             yield Span(rank, COMPUTE, item.parts[0].name, start, end)
         elif item.stream == HOST:

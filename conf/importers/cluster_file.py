@@ -13,7 +13,7 @@ from ..schema import ClusterConf
 from .findings import Base, Finding, Imported
 from .yaml_text import comment, folded, remarked
 
-_PARTS = ("device", "intra_node", "inter_node", "host", "nccl")
+_PARTS = ("device", "intra_node", "inter_node", "host", "disk", "nccl")
 _ABOUT = ("name", "guesses", "fitted", "source")
 
 

@@ -8,6 +8,7 @@ from .cluster import (
     Backend,
     ClusterConf,
     DeviceConf,
+    DiskConf,
     HostConf,
     InterNodeConf,
     IntraNodeConf,
@@ -18,8 +19,17 @@ from .cluster import (
 from .comm import CommConf, DeepSpeedConf, GradientPath, HpzLifetime, NodeCopyRule
 from .experiment import Engine, ExperimentConf, Launch, Target
 from .model import Attention, Fusion, KernelsConf, ModelConf, Precision, Recompute
+from .offload import OffloadConf, OffloadKind
 from .parallel import PIPELINE_SCHEDULES, SEQUENCE_MODES, TENSOR_MODES, ParallelConf
-from .training import BatchConf, DataConf, GoodputConf, OptimizerConf, TrainConf
+from .training import (
+    BatchConf,
+    DataConf,
+    GoodputConf,
+    LambCorrection,
+    MomentumOrder,
+    OptimizerConf,
+    TrainConf,
+)
 
 __all__ = [
     "PIPELINE_SCHEDULES",
@@ -34,6 +44,7 @@ __all__ = [
     "DataConf",
     "DeepSpeedConf",
     "DeviceConf",
+    "DiskConf",
     "Engine",
     "ExperimentConf",
     "Fusion",
@@ -44,11 +55,15 @@ __all__ = [
     "InterNodeConf",
     "IntraNodeConf",
     "KernelsConf",
+    "LambCorrection",
     "Launch",
     "ModelConf",
+    "MomentumOrder",
     "NcclConf",
     "NodeCopyRule",
     "NodeKind",
+    "OffloadConf",
+    "OffloadKind",
     "OptimizerConf",
     "ParallelConf",
     "PartConf",

@@ -192,9 +192,41 @@ class HostConf:
     # wall time of one rank while all compute: "forward/root", "forward/block.0", "backward/block.0", "step"; empty:
     # the device's roofline
     compute_ns: dict[str, int] = field(default_factory=dict)
+    memory_bytes: float | None = None  # of one node; null: not compared with what is offloaded
+    memory_Bps: float | None = None  # that cores of one node and copies read plus write
+    step_cores: int = 0  # of one node, that step optimizer states in host memory; its ranks share them
+    core_Bps: float = 10e9  # that one of them reads plus writes
+    pcie_Bps: float | None = None  # of a GPU's way to the host's memory, each direction, pinned memory
+    pcie_ranks: int = 1  # GPUs of a node that share one such way
+    pageable_Bps: float = 6e9  # the most that one rank's copy reaches where host memory is not pinned
+    copy_ns: int = 10_000  # fixed cost of a copy between near and far memory
 
     def __post_init__(self) -> None:
         require(self.cores >= 0, "cluster.host.cores", self.cores, ">= 0")
+        for key in ("step_cores", "copy_ns"):
+            require(getattr(self, key) >= 0, f"cluster.host.{key}", getattr(self, key), ">= 0")
+        require(self.pcie_ranks >= 1, "cluster.host.pcie_ranks", self.pcie_ranks, ">= 1")
+        for key in ("core_Bps", "pageable_Bps"):
+            require(getattr(self, key) > 0, f"cluster.host.{key}", getattr(self, key), "> 0")
+        for key in ("memory_bytes", "memory_Bps", "pcie_Bps"):
+            value = getattr(self, key)
+            require(value is None or value > 0, f"cluster.host.{key}", value, "> 0 or null")
+
+
+@dataclass(kw_only=True)
+class DiskConf:
+    """Where one node keeps what is offloaded to disk; its ranks share it."""
+
+    read_Bps: float | None = None  # of one node, large reads
+    write_Bps: float | None = None  # of one node, large writes
+    latency_ns: int = 100_000  # of one read or write
+    capacity_bytes: float | None = None  # of one node; null: not known, and not compared
+
+    def __post_init__(self) -> None:
+        for key in ("read_Bps", "write_Bps", "capacity_bytes"):
+            value = getattr(self, key)
+            require(value is None or value > 0, f"cluster.disk.{key}", value, "> 0 or null")
+        require(self.latency_ns >= 0, "cluster.disk.latency_ns", self.latency_ns, ">= 0")
 
 
 @dataclass(kw_only=True)
@@ -208,6 +240,7 @@ class ClusterConf:
     intra_node: IntraNodeConf = field(default_factory=IntraNodeConf)
     inter_node: InterNodeConf = field(default_factory=InterNodeConf)
     host: HostConf = field(default_factory=HostConf)
+    disk: DiskConf = field(default_factory=DiskConf)
     nccl: NcclConf = field(default_factory=NcclConf)
     parts: list[PartConf] = field(default_factory=list)  # in the order of nodes; empty: all have `device`
     sites: int = 1  # equal numbers of consecutive nodes, joined by a WAN

@@ -5,7 +5,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from .limits import require
+from .limits import MAX_CHUNKS, require
 
 
 class GradientPath(Enum):
@@ -40,6 +40,10 @@ class CommConf:
     gradient_path: GradientPath = GradientPath.two_hop
     gradient_bits: list[int] = field(default_factory=lambda: [4, 4])  # one for each hop
     gradient_block: int = 256  # 0: one scale for a whole tensor
+    gradient_chunks: int = 1  # qgZ: pieces in a pipeline, one within the nodes while another is between them
+    fused_kernels: bool = (
+        True  # qgZ: reorder, sum and quantize in one pass; false: a pass over memory for each
+    )
     overlap: bool = False  # gloo: a communication thread; NCCL overlaps by itself
     config_json: str | None = None  # comm=deepspeed: a DeepSpeed JSON
     policy: str | None = None  # a policy of your own: "package.module:Class" or "file.py:Class"
@@ -56,6 +60,8 @@ class CommConf:
             list(self.gradient_bits),
             f"{hops} of [2, 4, 6, 8], one for each hop of gradient_path={self.gradient_path.value}",
         )
+        few = 1 <= self.gradient_chunks <= MAX_CHUNKS
+        require(few, "comm.gradient_chunks", self.gradient_chunks, f"in [1, {MAX_CHUNKS}]")
         if self.zero_hpz_partition_size is not None:
             require(
                 self.zero_hpz_partition_size >= 1,

@@ -9,6 +9,7 @@ from .cluster import ClusterConf
 from .comm import CommConf, DeepSpeedConf
 from .limits import MAX_SEED, MAX_STEPS, require
 from .model import KernelsConf, ModelConf, Precision, Recompute
+from .offload import OffloadConf
 from .parallel import ParallelConf
 from .training import BatchConf, DataConf, GoodputConf, OptimizerConf, TrainConf
 
@@ -44,6 +45,7 @@ class ExperimentConf:
     batch: BatchConf = field(default_factory=BatchConf)
     data: DataConf = MISSING
     optimizer: OptimizerConf = MISSING
+    offload: OffloadConf = field(default_factory=OffloadConf)
     train: TrainConf = field(default_factory=TrainConf)
     engine: Engine = Engine.fsdp2
     deepspeed: DeepSpeedConf = field(default_factory=DeepSpeedConf)

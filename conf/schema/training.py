@@ -1,6 +1,7 @@
 """Batches, data, optimizer, the loop around them, and failures over a long training."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from omegaconf import MISSING
 
@@ -39,20 +40,55 @@ class DataConf:
         )
 
 
+OPTIMIZERS = ("adamw", "sgd", "lamb", "lars")
+
+
+class LambCorrection(Enum):
+    """Where the bias of moments that begin at 0 is corrected."""
+
+    moments = "moments"  # each moment divided by 1 - beta^t: the paper, apex
+    rate = "rate"  # lr times sqrt(1 - beta2^t) / (1 - beta1^t): DeepSpeed, Colossal-AI
+
+
+class MomentumOrder(Enum):
+    """What the momentum of LARS sums up."""
+
+    after_rate = "after_rate"  # steps, rate and ratio in them: the paper
+    after_ratio = "after_ratio"  # ratio times gradient, and the rate comes last: LARC, timm
+    before_rate = "before_rate"  # gradients, and both come last: Colossal-AI
+
+
 @dataclass(kw_only=True)
 class OptimizerConf:
-    name: str = MISSING  # adamw or sgd
+    name: str = MISSING  # adamw, sgd, lamb or lars
     lr: float = 1e-3
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # adamw, lamb
+    eps: float = 1e-8  # adamw, lamb: added to the root of the second moment; lars: to the sum of norms
+    # adamw: decoupled; sgd: added to the gradient; lamb, lars: inside the trust ratio
     weight_decay: float = 0.0
-    momentum: float = 0.0
+    momentum: float = 0.0  # sgd, lars
+    bias_correction: bool = True  # lamb: of the moments; false: none, as in the paper's third version
+    correction: LambCorrection = LambCorrection.moments  # lamb: where the bias of moments is corrected
+    max_coeff: float | None = None  # lamb, lars: the most that a trust ratio may be; null: no bound
+    min_coeff: float = 0.0  # lamb, lars: the least
+    max_norm: float | None = None  # lamb: the most that a weight's norm counts (phi); null: no bound
+    min_norm: float = 0.0  # lamb: the least that a weight's norm counts, where it is not 0
+    decay_in_ratio: bool = True  # lamb: false: weights decay apart from the trust ratio, as in AdamW
+    eeta: float = 1e-3  # lars: trust coefficient
+    clip: bool = False  # lars: the local rate bounds lr and does not multiply it (LARC)
+    momentum_order: MomentumOrder = MomentumOrder.after_rate  # lars: what momentum sums up
+    exclude_1d: bool = True  # lamb, lars: biases and norms' weights have no decay, and a trust ratio of 1
 
     def __post_init__(self) -> None:
-        require(self.name in ("adamw", "sgd"), "optimizer.name", self.name, "one of ['adamw', 'sgd']")
-        require(self.lr > 0, "optimizer.lr", self.lr, "> 0")
-        for key in ("eps", "weight_decay", "momentum"):
+        require(self.name in OPTIMIZERS, "optimizer.name", self.name, f"one of {list(OPTIMIZERS)}")
+        for key in ("lr", "eeta"):
+            require(getattr(self, key) > 0, f"optimizer.{key}", getattr(self, key), "> 0")
+        for key in ("eps", "weight_decay", "momentum", "min_coeff", "min_norm"):
             require(getattr(self, key) >= 0, f"optimizer.{key}", getattr(self, key), ">= 0")
+        for least, most in (("min_coeff", "max_coeff"), ("min_norm", "max_norm")):
+            low, high = getattr(self, least), getattr(self, most)
+            require(high is None or high > 0, f"optimizer.{most}", high, "> 0 or null")
+            require(high is None or low <= high, f"optimizer.{least}", low, f"<= optimizer.{most}={high}")
         require(
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
             "optimizer.betas",

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import cast
 
-from ...conf.schema import CommConf, HpzLifetime
+from ...conf.schema import CommConf, GradientPath, HpzLifetime
 from ..mesh import Mesh
 from .policy import CommPolicy
 from .zero import ZeroComm
@@ -47,6 +47,14 @@ def build_comm(conf: CommConf, *, num_ranks: int, ranks_per_node: int) -> tuple[
             "unquantized, as DeepSpeed does"
         )
         path = None
+    if path is None or path is GradientPath.ring:
+        why = "gradients are not quantized" if path is None else "a ring is not cut, and fuses at each hop"
+        changed = {"gradient_chunks": conf.gradient_chunks != 1, "fused_kernels": not conf.fused_kernels}
+        warnings += [
+            f"comm.{key}={getattr(conf, key)} has no effect: {why}"
+            for key, is_changed in changed.items()
+            if is_changed
+        ]
     return ZeroComm(
         name=conf.name,
         zero_stage=conf.zero_stage,
@@ -59,6 +67,8 @@ def build_comm(conf: CommConf, *, num_ranks: int, ranks_per_node: int) -> tuple[
         gradient_path=path,
         gradient_bits=tuple(conf.gradient_bits),
         gradient_block=conf.gradient_block,
+        gradient_chunks=conf.gradient_chunks,
+        fused_kernels=conf.fused_kernels,
         ranks_per_node=ranks_per_node,
     ), tuple(warnings)
 

@@ -47,6 +47,8 @@ class ZeroComm:
     gradient_path: GradientPath | None = None  # None: gradients are not quantized
     gradient_bits: Sequence[int] = field(default=(4, 4))
     gradient_block: int = 256
+    gradient_chunks: int = 1  # pieces that follow each other through the hops
+    fused_kernels: bool = True
     ranks_per_node: int = 1
     _answers: dict[tuple[object, ...], Plan | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -120,14 +122,20 @@ class ZeroComm:
         if self.ranks_per_node == 1:
             return Plan(self._hop(NODE, first, ReduceOp.mean), REDUCE_STREAM)
         hops = self._hop(LOCAL, first, ReduceOp.sum) + self._hop(NODE, second, ReduceOp.mean)
-        return Plan((Reorder(), *hops), REDUCE_STREAM)
+        reorder = Reorder(fused=self.fused_kernels, chunks=self.gradient_chunks)
+        return Plan((reorder, *hops), REDUCE_STREAM)
 
     def _hop(self, axis: str, bits: int, op: ReduceOp) -> tuple[Step, ...]:
+        """In chunks each hop has a stream of its own: a chunk is in the node while the one before it is between nodes,
+        and the kernels of others run beside both.
+        """
+        chunks = self.gradient_chunks
+        stream = f"{REDUCE_STREAM}_{axis}" if chunks > 1 else ""
         return (
-            Quantize(bits=bits, block=self.gradient_block, exact_own=axis),
-            AllToAll(axis=axis),
-            Dequantize(),
-            Reduce(op=op),
+            Quantize(bits=bits, block=self.gradient_block, exact_own=axis, chunks=chunks),
+            AllToAll(axis=axis, stream=stream, chunks=chunks),
+            Dequantize(fused=self.fused_kernels, chunks=chunks),
+            Reduce(op=op, chunks=chunks),
         )
 
     def _publish(self, event: WeightsChanged) -> Plan | None:

@@ -22,6 +22,7 @@ from ...policies.plan import GATHER_STREAM, REDUCE_STREAM, AllGather, AllToAll, 
 from ..engine import Decisions
 from ..engines import Setup, State, Written
 from ..interpreter import Goal, LocalWork, Transfer, Work, interpret
+from ..offload import Offload
 from ..program import COMPUTE
 from .coordinator import Coordinator, Stop
 from .modules import Parameter, Pass, network
@@ -68,6 +69,7 @@ class DeepSpeed:
         self.experiment, self.spec, self.policy = experiment, setup.spec, policy
         self.decisions = Decisions(policy)
         element, ranks = experiment.precision.element_bytes, self.mesh.num_ranks
+        self.offload: Offload | None = None
         self.unit_bytes: Mapping[str, int] = {
             unit.name: element * ranks * sum(-(-tensor.numel // ranks) for tensor in unit.tensors)
             for unit in parameters(setup.spec)

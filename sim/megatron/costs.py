@@ -5,11 +5,12 @@ import simpy
 from ...conf.model_spec import ModelSpec
 from ...conf.schema import ExperimentConf, Precision
 from ...policies.layout import Direction, Part
-from ..costs import ADAMW_PASS_BYTES, CLIP_PASS_BYTES, MOMENTUM_PASS_BYTES, SGD_PASS_BYTES, Costs
+from ..costs import CLIP_PASS_BYTES, Costs
 from ..device import Tally
 from ..folded import Folded
 from ..interpreter import Transfer, Work
 from ..machine import Machine
+from ..optimizer import pass_bytes
 from ..topology import Topology
 from .model import LayoutModel
 from .timing import PassKind, PassTimes
@@ -77,10 +78,7 @@ class LayoutCosts:
         gradients unscaled and looked through (8).
         """
         experiment = self._experiment
-        optimizer = experiment.optimizer
-        per_parameter = ADAMW_PASS_BYTES
-        if optimizer.name == "sgd":
-            per_parameter = SGD_PASS_BYTES + (MOMENTUM_PASS_BYTES if optimizer.momentum else 0)
+        per_parameter = pass_bytes(experiment.optimizer)
         if experiment.train.gradient_clipping:
             per_parameter += CLIP_PASS_BYTES
         if experiment.precision is not Precision.fp32:

@@ -17,6 +17,7 @@ from ...policies.plan import Plan
 from ..engine import Decisions
 from ..engines import Setup, State, Written
 from ..interpreter import Goal, Interpreted, Transfer, interpret
+from ..offload import Offload
 from ..program import Program
 from .ending import Reductions, StageEnding
 from .model import LayoutModel
@@ -40,6 +41,7 @@ class Megatron:
         self._decisions = Decisions(setup.policy)
         self._model = LayoutModel(setup.experiment, setup.spec, setup.costs.device, setup.costs.kernels)
         self.mesh = self._model.mesh
+        self.offload: Offload | None = None
         self.unit_bytes: Mapping[str, int] = {
             unit_name(stage): self._model.num_parameters(stage) * setup.experiment.precision.element_bytes
             for stage in range(self.mesh.pipeline)

@@ -8,7 +8,7 @@ import pytest
 
 from twinbed.analysis import plots
 from twinbed.analysis.load import Run, load
-from twinbed.analysis.record import Record, Span
+from twinbed.analysis.record import Record, Span, trace_events
 from twinbed.analysis.timelines import iteration_timeline, merged_trace
 
 Make = Callable[..., Record]
@@ -85,3 +85,24 @@ def test_without_names_the_last_stretch_is_shown(make_record: Make) -> None:
 def test_only_so_many_ranks_are_drawn(make_record: Make) -> None:
     timeline = iteration_timeline(Run(Path(), sim=make_record()), max_ranks=2)
     assert set(timeline["rank"]) == {0, 1}
+
+
+def test_spans_of_a_stream_that_overlap_have_tracks_of_their_own() -> None:
+    times = {"a": (0, 10), "in a": (2, 5), "b": (6, 14), "c": (8, 20), "d": (14, 16), "e": (10, 12)}
+    spans = [Span(0, "reduce_node", name, *at) for name, at in times.items()]
+    events = trace_events([*spans, Span(0, "gather", "g", 0, 30), Span(1, "reduce_node", "other rank", 0, 9)])
+    tracks = {
+        (e["pid"], e["tid"]): e["args"]["name"] for e in events["traceEvents"] if e["name"] == "thread_name"
+    }
+    shown = {e["name"]: tracks[e["pid"], e["tid"]] for e in events["traceEvents"] if e["ph"] == "X"}
+    first, second, third = "reduce_node", "reduce_node 2", "reduce_node 3"
+    assert shown == {
+        "g": "gather",
+        "a": first,
+        "in a": first,
+        "other rank": first,
+        "b": second,
+        "c": third,
+        "e": first,
+        "d": first,
+    }

@@ -20,7 +20,7 @@ from twinbed.policies.comm import (
     parse_event,
 )
 from twinbed.policies.comm.memory import state_bytes
-from twinbed.policies.plan import AllGather, AllReduce, Broadcast, Plan, ReduceScatter, ReduceTo
+from twinbed.policies.plan import AllGather, AllReduce, AllToAll, Broadcast, Plan, ReduceScatter, ReduceTo
 
 FORWARD = WeightsNeeded("block.0", Phase.forward, copy_valid=False)
 BACKWARD = WeightsNeeded("block.0", Phase.backward, copy_valid=True)
@@ -192,6 +192,7 @@ def test_a_policy_that_cannot_be_loaded_is_named(name: str) -> None:
         ({"weight_bits": 5}, "comm.weight_bits=5"),
         ({"gradient_block": 7}, "comm.gradient_block=7"),
         ({"gradient_bits": [4]}, "comm.gradient_bits="),
+        ({"gradient_chunks": 0}, "comm.gradient_chunks=0: must be in"),
         ({"parameter_server": True}, "comm.zero_stage=3"),
     ],
 )
@@ -232,3 +233,46 @@ def test_a_policy_of_ones_own_that_cannot_be_made(name, message, tmp_path):
     where = str(tmp_path / name) if name.startswith("broken") else name
     with pytest.raises(ValueError, match=message):
         build_comm(CommConf(name="own", policy=where), num_ranks=4, ranks_per_node=2)
+
+
+def test_chunks_give_each_hop_a_stream() -> None:
+    policy, warnings = build_comm(zeropp(gradient_chunks=4), num_ranks=8, ranks_per_node=4)
+    assert warnings == ()
+    plan = policy.decide(GradientsReady("b", 0, 1))
+    assert plan is not None
+    assert plan.chunks == 4
+    streams = [plan.stream_of(i) for i, s in enumerate(plan.steps) if isinstance(s, AllToAll)]
+    assert streams == ["reduce_local", "reduce_node"]
+    assert [plan.is_beside(i) for i in range(9)].count(True) == 2
+    assert "chunks=4" in describe_action(plan)
+    one_hop, _ = build_comm(
+        zeropp(gradient_chunks=2, gradient_path=GradientPath.one_hop), num_ranks=8, ranks_per_node=4
+    )
+    assert "AllToAll(stream=reduce_world, chunks=2, axis=world)" in describe_action(
+        one_hop.decide(GradientsReady("b", 0, 1))
+    )
+
+
+def test_kernels_that_are_not_fused_are_said_in_the_plan() -> None:
+    policy, _ = build_comm(zeropp(fused_kernels=False), num_ranks=8, ranks_per_node=4)
+    action = describe_action(policy.decide(GradientsReady("b", 0, 1)))
+    assert action.startswith("reduce: Reorder(fused=False), Quantize(")
+    assert action.count("Dequantize(fused=False)") == 2
+    assert "fused" not in describe_action(policy.decide(FORWARD))
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks_per_node", "why"),
+    [
+        ({"zero_quantized_gradients": False}, 2, "gradients are not quantized"),
+        ({}, 4, "gradients are not quantized"),
+        ({"gradient_path": GradientPath.ring}, 2, "a ring is not cut"),
+    ],
+)
+def test_chunks_and_fusing_without_effect_are_said(
+    keys: dict[str, object], ranks_per_node: int, why: str
+) -> None:
+    conf = zeropp(gradient_chunks=2, fused_kernels=False, **keys)
+    _, warnings = build_comm(conf, num_ranks=4, ranks_per_node=ranks_per_node)
+    for key in ("gradient_chunks=2", "fused_kernels=False"):
+        assert any(f"comm.{key} has no effect: {why}" in w for w in warnings)

@@ -1,13 +1,24 @@
 """The plan vocabulary, mesh axes, shards and the bytes that ranks send, against hand counts."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from twinbed.policies import wire
 from twinbed.policies.mesh import Mesh
-from twinbed.policies.partition import copy_slice, real_elements, shard_segments
-from twinbed.policies.plan import AllGather, Dequantize, Plan, Quantize, ReduceScatter, block_aligned_cuts
+from twinbed.policies.partition import copy_slice, cut_segments, real_elements, shard_segments
+from twinbed.policies.plan import (
+    AllGather,
+    AllToAll,
+    Dequantize,
+    Plan,
+    Quantize,
+    Reduce,
+    ReduceScatter,
+    Step,
+)
 
 TWO_BY_TWO = Mesh(4, 2)
 FOUR_BY_TWO = Mesh(8, 2)
@@ -49,16 +60,75 @@ def test_a_sequence_waits_for_the_step_before() -> None:
     assert [plan.dependencies(i) for i in range(3)] == [(), (0,), (0,)]
 
 
-@given(numel=st.integers(0, 5000), chunks=st.integers(1, 8), block=st.sampled_from([0, 2, 256]))
-def test_cuts_cover_a_slice_once_and_start_at_blocks(numel: int, chunks: int, block: int) -> None:
-    cuts = block_aligned_cuts(numel, chunks, block)
-    assert sum(b - a for a, b in cuts) == numel
+segments_of_a_slice = st.lists(st.integers(0, 3000), min_size=1, max_size=6).map(tuple)
+
+
+@given(
+    segments=segments_of_a_slice,
+    chunks=st.integers(1, 8),
+    block=st.sampled_from([0, 4, 256]),
+    per_parameter=st.booleans(),
+)
+def test_chunks_cover_a_slice_once_and_cut_no_block(
+    segments: tuple[int, ...], chunks: int, block: int, per_parameter: bool
+) -> None:
+    quantize = Quantize(bits=4, block=block, per_parameter=per_parameter, chunks=chunks)
+    cuts = Plan((quantize,)).cuts(segments)
     assert len(cuts) <= chunks
-    at = 0
-    for a, b in cuts:
-        assert a == at
-        assert a % max(block, 1) == 0
-        at = b
+    assert sum(b - a for a, b in cuts) == sum(segments)
+    assert all(a == b for (_, a), (b, _) in itertools.pairwise(cuts))
+    parts = segments if per_parameter else (sum(segments),)
+    pieces = [cut_segments(parts, a, b) for a, b in cuts]
+    # what is sent in chunks is what is sent at once: the same number of blocks, padded alike
+    assert sum(wire.encoded_bytes(piece, 4, block) for piece in pieces) == wire.encoded_bytes(parts, 4, block)
+
+
+def test_chunks_are_near_equal() -> None:
+    plan = Plan((Quantize(bits=4, block=256, chunks=4),))
+    assert plan.cuts((10_000, 7, 6_001)) == ((0, 4_096), (4_096, 8_192), (8_192, 12_055), (12_055, 16_008))
+    assert Plan((AllGather(axis="world", chunks=3),)).cuts((10,)) == ((0, 3), (3, 6), (6, 10))
+    assert plan.cuts((100,)) == ((0, 100),)
+    assert plan.cuts(()) == ()
+
+
+def test_a_place_between_chunks_suits_all_quantizations() -> None:
+    both = (
+        Quantize(bits=8, block=6 * 4, chunks=2, per_parameter=False),
+        ReduceScatter(axis="world", hop_bits=4, hop_block=4 * 4, chunks=2),
+    )
+    # places of the first: 24, 48, ...; of the second: 16, 20 (the edge), 36, 52, ..., 84
+    assert Plan(both).cuts((20, 76)) == ((0, 96),)
+    assert Plan(both).cuts((32, 64)) == ((0, 48), (48, 96))
+
+
+def test_without_collectives_beside_chunk_follows_chunk() -> None:
+    steps = (Quantize(bits=8, block=256, chunks=2), AllToAll(axis="world", chunks=2), Dequantize(chunks=2))
+    assert Plan(steps).order(2) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+
+
+def test_hops_of_chunks_are_issued_in_waves() -> None:
+    steps: tuple[Step, ...] = (
+        Quantize(bits=4, block=256, chunks=3),
+        AllToAll(axis="local", stream="inside", chunks=3),
+        Reduce(chunks=3),
+        AllToAll(axis="node", stream="outside", chunks=3),
+        Reduce(chunks=3),
+    )
+    plan = Plan(steps)
+    assert [plan.is_beside(i) for i in range(5)] == [False, True, False, True, False]
+    waves = [
+        [(0, 0), (0, 1)],
+        [(1, 0), (1, 1), (0, 2), (0, 3)],
+        [(2, 0), (2, 1), (1, 2), (1, 3), (0, 4)],
+        [(2, 2), (2, 3), (1, 4)],
+        [(2, 4)],
+    ]
+    assert plan.order(3) == [pair for wave in waves for pair in wave]
+
+
+def test_a_ring_that_adds_up_is_never_beside() -> None:
+    plan = Plan((ReduceScatter(axis="world", stream="other"), AllGather(axis="world", stream="other")))
+    assert (plan.is_beside(0), plan.is_beside(1)) == (False, True)
 
 
 def test_ring_bytes_on_two_nodes_of_two() -> None:

@@ -1,0 +1,88 @@
+"""The command `twinbed-generate`: text from a trained checkpoint, also of a model larger than memory."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...conf.model_spec import ModelSpec
+from ...conf.schema import OffloadConf, OffloadKind
+from ..checkpoint import find_checkpoint
+
+_STORE = "weights"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command `twinbed-generate`: go on with a text, by the weights of a checkpoint."""
+    arguments = _parser().parse_args(argv)
+    try:
+        _generate(arguments)
+    except (ValueError, RuntimeError, OSError) as err:
+        sys.stderr.write(f"twinbed-generate: {err}\n")
+        return 1
+    return 0
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    checkpoint = find_checkpoint(arguments.checkpoint, "CHECKPOINT")
+    values: dict[str, Any] = {
+        key: tuple(v) if isinstance(v, list) else v for key, v in checkpoint.model.items()
+    }
+    spec = ModelSpec(**values)
+    if spec.vocab < 256:
+        raise ValueError(f"the checkpoint's model has vocab={spec.vocab}: must be >= 256, for text is bytes")
+    offload = OffloadConf(
+        name=arguments.offload,
+        policy=OffloadKind(arguments.policy),
+        memory_bytes=arguments.memory_bytes,
+        activations=arguments.activations,
+        prefetch=arguments.prefetch,
+    )
+    from .generate import Generator, import_weights
+
+    store = import_weights(checkpoint, spec, arguments.store or checkpoint.folder / _STORE)
+    try:
+        tokens = Generator(spec, store, offload).generate(
+            arguments.prompt.encode(),
+            arguments.tokens,
+            temperature=arguments.temperature,
+            seed=arguments.seed,
+        )
+    finally:
+        store.close()
+    text = bytes(token for token in tokens if token < 256).decode(errors="replace")
+    sys.stdout.write(f"{arguments.prompt}{text}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="twinbed-generate",
+        description="Go on with a text by the weights of a checkpoint. With --offload disk the layers are read one "
+        "after the other as they compute, so that the model need not fit into memory.",
+    )
+    parser.add_argument("checkpoint", type=Path, help="a step_<n> folder, or a run's folder for its latest")
+    parser.add_argument("--prompt", default="\n", help="the text to go on with; default: a new line")
+    parser.add_argument("--tokens", type=int, default=64, help="how many to add; default: 64")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default): the likeliest token")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws; default: 0")
+    parser.add_argument("--offload", choices=["none", "disk"], default="disk", help="default: disk")
+    parser.add_argument(
+        "--policy", choices=["static", "auto"], default="static", help="of what stays in memory"
+    )
+    parser.add_argument("--memory-bytes", type=float, help="for weights and activations; default: no limit")
+    parser.add_argument(
+        "--activations", type=float, default=0.3, help="share of it that weights leave free; default: 0.3"
+    )
+    parser.add_argument("--prefetch", type=int, default=1, help="layers read ahead; default: 1")
+    parser.add_argument(
+        "--store",
+        type=Path,
+        metavar="DIR",
+        help=f"for the weights as files; default: {_STORE} in the checkpoint",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""How fast a disk reads and writes by itself, past the page cache: what offload is measured against."""
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from .header import CHUNK_BYTES
+
+DEPTHS = (1, 2, 4, 8)  # requests in flight; the disk's rate is that of the best
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRate:
+    """Of one process with the disk to itself."""
+
+    read_Bps: float
+    write_Bps: float
+
+
+def measure_disk(folder: Path, *, nbytes: int = 512 << 20) -> DiskRate:
+    """Write and read one file of `nbytes` from end to end, in requests of CHUNK_BYTES.
+
+    The file has its blocks before, as those of a store have. A write ends when it is on the disk (fdatasync).
+
+    Raises:
+        OSError: There is no room, or the file system knows no direct I/O.
+    """
+    path = folder / ".rate"
+    num_chunks = max(1, nbytes // CHUNK_BYTES)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, num_chunks * CHUNK_BYTES)
+        buffers = [_random_pages() for _ in range(max(DEPTHS))]
+
+        def write(index: int, buffer: mmap.mmap) -> None:
+            os.pwrite(descriptor, buffer, index * CHUNK_BYTES)
+
+        def read(index: int, buffer: mmap.mmap) -> None:
+            os.preadv(descriptor, [buffer], index * CHUNK_BYTES)
+
+        _pass(write, num_chunks, buffers[:1])  # the first write to a block costs more than those after it
+        write_s = min(
+            _pass(write, num_chunks, buffers[:depth], lambda: os.fdatasync(descriptor)) for depth in DEPTHS
+        )
+        read_s = min(_pass(read, num_chunks, buffers[:depth]) for depth in DEPTHS)
+    finally:
+        os.close(descriptor)
+        path.unlink()
+    whole = num_chunks * CHUNK_BYTES
+    return DiskRate(whole / read_s, whole / write_s)
+
+
+def _pass(
+    move: Callable[[int, mmap.mmap], None],
+    num_chunks: int,
+    buffers: list[mmap.mmap],
+    end: Callable[[], None] = lambda: None,
+) -> float:
+    """Seconds for all chunks in their order, one request a buffer in flight."""
+
+    def worker(first: int) -> None:
+        for index in range(first, num_chunks, len(buffers)):
+            move(index, buffers[first])
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(len(buffers)) as pool:
+        list(pool.map(worker, range(len(buffers))))
+    end()
+    return time.monotonic() - start
+
+
+def _random_pages() -> mmap.mmap:
+    """Aligned, and not to be compressed away."""
+    pages = mmap.mmap(-1, CHUNK_BYTES)
+    pages.write(os.urandom(CHUNK_BYTES))
+    return pages
