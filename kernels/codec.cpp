@@ -1,178 +1,19 @@
-// Block codec on a CPU: the native half of twinbed.kernels. Formats: layout.py. Twin in plain torch: reference.py.
+// Block codec on a CPU: segments, messages and their sums. One block of elements: block.h.
 //
-// Both give equal bits, so every float operation here is one IEEE operation of the twin: build with
-// -ffp-contract=off and never with -ffast-math, which would also let NaN through the poison check.
-// No globals and no libraries: any number of threads may call in, with the interpreter's lock released.
+// No globals and no libraries: any number of threads may call in, with the interpreter's lock released. A call may take
+// more threads itself; blocks do not depend on each other, so the result is the same with any number.
 
-#include <cfloat>
+#include "block.h"
+
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
+#include <functional>
+#include <thread>
+#include <vector>
 
 namespace {
-
-enum DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };  // as in codec.py
-
-// 1.5 * 2^23. Adding it to |v| < 2^22 rounds v to the nearest even integer, left in the sum's low bits.
-constexpr float kRound = 12582912.0f;
-// A block below kTiny is scaled up first: qmax / absmax would overflow. Both are powers of two: exact.
-constexpr float kTiny = 0x1p-60f;
-constexpr float kLift = 0x1p64f;
-// Largest magnitude that a scale is taken from: qmax * scale must not round up to infinity.
-constexpr float kLargest = 0x1.fffff8p127f;
-constexpr uint32_t kQuietNaN = 0x7fc00000u;
-
-inline uint32_t bits_of(float v) {
-  uint32_t u;
-  std::memcpy(&u, &v, 4);
-  return u;
-}
-
-inline float float_of(uint32_t u) {
-  float v;
-  std::memcpy(&v, &u, 4);
-  return v;
-}
-
-// Each element type: load and store as float, and the largest magnitude of a run as float. Magnitudes are compared as
-// integers: there NaN > Inf > every finite number, so one maximum finds the scale and the poison alike.
-
-struct Float32 {
-  using Word = float;
-  static float load(float v) { return v; }
-  static float store(float v) { return v; }
-  static float absmax(const float* x, int64_t n) {
-    int32_t top = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      const int32_t magnitude = static_cast<int32_t>(bits_of(x[i]) & 0x7fffffffu);
-      top = magnitude > top ? magnitude : top;
-    }
-    return float_of(static_cast<uint32_t>(top));
-  }
-};
-
-inline int16_t absmax16(const uint16_t* x, int64_t n) {
-  int16_t top = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const int16_t magnitude = static_cast<int16_t>(x[i] & 0x7fff);
-    top = magnitude > top ? magnitude : top;
-  }
-  return top;
-}
-
-struct BFloat16 {
-  using Word = uint16_t;
-  static float load(uint16_t v) { return float_of(static_cast<uint32_t>(v) << 16); }
-  static uint16_t store(float v) {  // nearest even; the NaN that we write keeps its quiet bit
-    const uint32_t u = bits_of(v);
-    return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
-  }
-  static float absmax(const uint16_t* x, int64_t n) { return load(static_cast<uint16_t>(absmax16(x, n))); }
-};
-
-// By hand and without branches, for compilers turn their own half type into one scalar conversion an element
-// (measured: 20 times slower). After F. Giesen, "half to float done quick" and "float to half" (public domain).
-struct Float16 {
-  using Word = uint16_t;
-  static float load(uint16_t v) {
-    const uint32_t magnitude = static_cast<uint32_t>(v & 0x7fffu) << 13;
-    const uint32_t exponent = magnitude & 0x0f800000u;
-    const uint32_t widened = magnitude + (112u << 23);                           // bias 15 becomes bias 127
-    const uint32_t infinite = widened + (112u << 23);                            // Inf, NaN: the top exponent
-    const float tiny = float_of(widened + (1u << 23)) - float_of(113u << 23);    // denormal: no implicit 1
-    const uint32_t out = exponent == 0x0f800000u ? infinite : exponent == 0 ? bits_of(tiny) : widened;
-    return float_of(out | static_cast<uint32_t>(v & 0x8000u) << 16);
-  }
-  static uint16_t store(float v) {
-    const uint32_t sign = bits_of(v) & 0x80000000u, u = bits_of(v) ^ sign;
-    const uint32_t denormal = bits_of(float_of(u) + 0.5f) - 0x3f000000u;         // 0.5: the sum's ulp is 2^-24
-    const uint32_t normal = (u - (112u << 23) + 0xfffu + ((u >> 13) & 1u)) >> 13;
-    const uint32_t infinite = u > 0x7f800000u ? 0x7e00u : 0x7c00u;
-    const uint32_t out = u >= 143u << 23 ? infinite : u < 113u << 23 ? denormal : normal;
-    return static_cast<uint16_t>(out | sign >> 16);
-  }
-  static float absmax(const uint16_t* x, int64_t n) { return load(static_cast<uint16_t>(absmax16(x, n))); }
-};
-
-// ---- one block ----
-
-inline int64_t block_codes_bytes(int64_t block, int bits) { return block * bits / 8; }
-
-template <class T, bool Lifted>
-inline uint32_t code_of(typename T::Word word, float inverse) {
-  float v = T::load(word);
-  if (Lifted) v *= kLift;
-  return bits_of(v * inverse + kRound);
-}
-
-template <class T, int Bits, bool Lifted>
-void pack_block(const typename T::Word* __restrict x, int64_t n, int64_t block, float inverse,
-                uint8_t* __restrict codes) {
-  if (Bits == 8) {
-    for (int64_t i = 0; i < n; ++i) codes[i] = static_cast<uint8_t>(code_of<T, Lifted>(x[i], inverse));
-    std::memset(codes + n, 0, static_cast<size_t>(block - n));
-  } else {
-    const int64_t half = block / 2;
-    const int64_t low = n < half ? n : half, high = n - low;
-    for (int64_t i = 0; i < high; ++i) {
-      codes[i] = static_cast<uint8_t>((code_of<T, Lifted>(x[i], inverse) & 15u) |
-                                      (code_of<T, Lifted>(x[half + i], inverse) << 4));
-    }
-    for (int64_t i = high; i < low; ++i) {
-      codes[i] = static_cast<uint8_t>(code_of<T, Lifted>(x[i], inverse) & 15u);
-    }
-    std::memset(codes + low, 0, static_cast<size_t>(half - low));
-  }
-}
-
-template <class T, int Bits>
-void encode_block(const typename T::Word* x, int64_t n, int64_t block, uint8_t* codes, uint8_t* scale_at) {
-  constexpr float qmax = Bits == 8 ? 127.0f : 7.0f;
-  const float absmax = T::absmax(x, n);
-  float scale = (absmax < kLargest ? absmax : kLargest) / qmax;
-  if (bits_of(absmax) >= 0x7f800000u) {  // NaN or Inf: the whole block shall read as NaN
-    scale = float_of(kQuietNaN);
-    std::memset(codes, 0, static_cast<size_t>(block_codes_bytes(block, Bits)));
-  } else {
-    const bool lifted = absmax < kTiny;
-    const float inverse = qmax / (lifted ? absmax * kLift : absmax);
-    if (!(inverse <= FLT_MAX)) {  // all zeros
-      std::memset(codes, 0, static_cast<size_t>(block_codes_bytes(block, Bits)));
-    } else if (lifted) {
-      pack_block<T, Bits, true>(x, n, block, inverse, codes);
-    } else {
-      pack_block<T, Bits, false>(x, n, block, inverse, codes);
-    }
-  }
-  std::memcpy(scale_at, &scale, 4);  // follows the codes, so at any address
-}
-
-template <class T, bool Add>
-inline void put(typename T::Word& out, float v) {
-  out = T::store(Add ? T::load(out) + v : v);
-}
-
-template <class T, int Bits, bool Add>
-void decode_block(const uint8_t* __restrict codes, const uint8_t* scale_at, int64_t n, int64_t block,
-                  typename T::Word* __restrict out) {
-  float scale;
-  std::memcpy(&scale, scale_at, 4);
-  if (scale != scale) scale = float_of(kQuietNaN);  // any other NaN could round to a number in bf16
-  if (Bits == 8) {
-    for (int64_t i = 0; i < n; ++i) {
-      put<T, Add>(out[i], static_cast<float>(static_cast<int8_t>(codes[i])) * scale);
-    }
-  } else {
-    const int64_t half = block / 2;
-    const int64_t low = n < half ? n : half, high = n - low;
-    for (int64_t i = 0; i < low; ++i) {
-      put<T, Add>(out[i], static_cast<float>(static_cast<int8_t>(codes[i] << 4) >> 4) * scale);
-    }
-    for (int64_t i = 0; i < high; ++i) {
-      put<T, Add>(out[half + i], static_cast<float>(static_cast<int8_t>(codes[i]) >> 4) * scale);
-    }
-  }
-}
 
 // ---- one segment ----
 
@@ -191,17 +32,20 @@ struct Segment {
   }
 };
 
+// Blocks [from, past) of it; the pointers are to its first one.
 template <class T, int Bits>
-void encode_segment(const typename T::Word* x, const Segment& s, uint8_t* codes, uint8_t* scales) {
-  for (int64_t b = 0; b < s.blocks; ++b) {
+void encode_segment(const typename T::Word* x, const Segment& s, int64_t from, int64_t past, uint8_t* codes,
+                    uint8_t* scales) {
+  for (int64_t b = from; b < past; ++b) {
     encode_block<T, Bits>(x + b * s.block, s.length(b), s.block, codes + b * block_codes_bytes(s.block, Bits),
                           scales + 4 * b);
   }
 }
 
 template <class T, int Bits, bool Add>
-void decode_segment(const uint8_t* codes, const uint8_t* scales, const Segment& s, typename T::Word* out) {
-  for (int64_t b = 0; b < s.blocks; ++b) {
+void decode_segment(const uint8_t* codes, const uint8_t* scales, const Segment& s, int64_t from, int64_t past,
+                    typename T::Word* out) {
+  for (int64_t b = from; b < past; ++b) {
     decode_block<T, Bits, Add>(codes + b * block_codes_bytes(s.block, Bits), scales + 4 * b, s.length(b), s.block,
                                out + b * s.block);
   }
@@ -215,35 +59,100 @@ struct Format {
   int64_t block;
 };
 
+// A share of all blocks: part `index` of `count` that work at the same time.
+struct Part {
+  int64_t index, count;
+
+  int64_t first_of(int64_t units) const { return units * index / count; }
+  int64_t past_of(int64_t units) const { return units * (index + 1) / count; }
+};
+
+// work(part) for each part, the first one here and the others on threads of their own, which end with the call: a pool
+// would be a global, and its threads would compete with those of torch. Where no thread can be had, this one does it.
+int run_parts(int threads, const std::function<int(Part)>& work) {
+  if (threads <= 1) return work(Part{0, 1});
+  std::vector<std::thread> others;
+  std::vector<int> status(static_cast<size_t>(threads), 0);
+  const auto run = [&](int64_t index) { status[static_cast<size_t>(index)] = work(Part{index, threads}); };
+  try {
+    others.reserve(static_cast<size_t>(threads) - 1);
+    for (int64_t index = 1; index < threads; ++index) others.emplace_back(run, index);
+  } catch (const std::exception&) {
+  }
+  const int64_t started = static_cast<int64_t>(others.size());
+  run(0);
+  for (int64_t index = started + 1; index < threads; ++index) run(index);
+  for (std::thread& other : others) other.join();
+  int worst = 0;
+  for (int one : status) worst = one > worst ? one : worst;
+  return worst;
+}
+
 template <class T, int Bits>
-void encode_rows(const void* x, int64_t x_stride_bytes, int64_t rows, const int64_t* order, const Format& f,
-                 uint8_t* out, int64_t out_stride_bytes) {
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t from = order ? order[r] : r;
-    const auto* row = reinterpret_cast<const typename T::Word*>(static_cast<const uint8_t*>(x) + from * x_stride_bytes);
-    uint8_t* to = out + r * out_stride_bytes;
+int encode_part(const void* x, const Segment& s, uint8_t* codes, uint8_t* scales, Part part) {
+  encode_segment<T, Bits>(static_cast<const typename T::Word*>(x), s, part.first_of(s.blocks), part.past_of(s.blocks),
+                          codes, scales);
+  return 0;
+}
+
+template <class T, int Bits>
+int decode_part(const uint8_t* codes, const uint8_t* scales, const Segment& s, void* out, Part part) {
+  decode_segment<T, Bits, false>(codes, scales, s, part.first_of(s.blocks), part.past_of(s.blocks),
+                                 static_cast<typename T::Word*>(out));
+  return 0;
+}
+
+template <int Bits>
+int64_t blocks_of(const Format& f) {
+  int64_t blocks = 0;
+  for (int64_t k = 0; k < f.num_segments; ++k) blocks += Segment(f.lengths[k], f.block, Bits).blocks;
+  return blocks;
+}
+
+// visit(row, segment, from, past, start, offset_bytes) for each run of a segment's blocks in the part: `start` is the
+// segment's first element in a row, `offset_bytes` its place in a message.
+template <int Bits, class Visit>
+void each_run(int64_t rows, const Format& f, Part part, const Visit& visit) {
+  const int64_t total = rows * blocks_of<Bits>(f);
+  const int64_t first = part.first_of(total), past = part.past_of(total);
+  int64_t seen = 0;
+  for (int64_t r = 0; r < rows && seen < past; ++r) {
+    int64_t start = 0, offset_bytes = 0;
     for (int64_t k = 0; k < f.num_segments; ++k) {
       const Segment s(f.lengths[k], f.block, Bits);
-      encode_segment<T, Bits>(row, s, to, to + s.codes_bytes);
-      row += s.numel;
-      to += s.wire_bytes();
+      const int64_t from = first > seen ? first - seen : 0;
+      const int64_t end = past - seen < s.blocks ? past - seen : s.blocks;
+      if (from < end) visit(r, s, from, end, start, offset_bytes);
+      seen += s.blocks;
+      start += s.numel;
+      offset_bytes += s.wire_bytes();
     }
   }
 }
 
+template <class T, int Bits>
+int encode_rows(const void* x, int64_t x_stride_bytes, int64_t rows, const int64_t* order, const Format& f,
+                uint8_t* out, int64_t out_stride_bytes, Part part) {
+  each_run<Bits>(rows, f, part, [&](int64_t r, const Segment& s, int64_t from, int64_t past, int64_t start,
+                                    int64_t offset_bytes) {
+    const auto* row = reinterpret_cast<const typename T::Word*>(static_cast<const uint8_t*>(x) +
+                                                                (order ? order[r] : r) * x_stride_bytes);
+    uint8_t* to = out + r * out_stride_bytes + offset_bytes;
+    encode_segment<T, Bits>(row + start, s, from, past, to, to + s.codes_bytes);
+  });
+  return 0;
+}
+
 template <class T, int Bits, bool Add>
-void decode_rows(const uint8_t* messages, int64_t messages_stride_bytes, int64_t rows, const Format& f, void* out,
-                 int64_t out_stride_bytes) {
-  for (int64_t r = 0; r < rows; ++r) {
-    const uint8_t* from = messages + r * messages_stride_bytes;
+int decode_rows(const uint8_t* messages, int64_t messages_stride_bytes, int64_t rows, const Format& f, void* out,
+                int64_t out_stride_bytes, Part part) {
+  each_run<Bits>(rows, f, part, [&](int64_t r, const Segment& s, int64_t from, int64_t past, int64_t start,
+                                    int64_t offset_bytes) {
+    const uint8_t* codes = messages + r * messages_stride_bytes + offset_bytes;
     auto* row = reinterpret_cast<typename T::Word*>(static_cast<uint8_t*>(out) + r * out_stride_bytes);
-    for (int64_t k = 0; k < f.num_segments; ++k) {
-      const Segment s(f.lengths[k], f.block, Bits);
-      decode_segment<T, Bits, Add>(from, from + s.codes_bytes, s, row);
-      row += s.numel;
-      from += s.wire_bytes();
-    }
-  }
+    decode_segment<T, Bits, Add>(codes, codes + s.codes_bytes, s, from, past, row + start);
+  });
+  return 0;
 }
 
 template <class T>
@@ -256,13 +165,102 @@ struct Own {  // the part that never travelled, exact; none: x is null
   const void* x;
   int dtype;
 
-  void copy(int64_t start, int64_t n, float* out) const {
+  ONCE void copy(int64_t start, int64_t n, float* out) const {
     if (dtype == kFloat32 && static_cast<const float*>(x) + start == out) return;  // summed in place
     if (dtype == kFloat32) widen<Float32>(x, start, n, out);
     if (dtype == kBFloat16) widen<BFloat16>(x, start, n, out);
     if (dtype == kFloat16) widen<Float16>(x, start, n, out);
   }
 };
+
+// ---- error feedback: what a code lost is added, as a moving average, to what is quantized next ----
+
+template <class E>
+void add_error(const typename E::Word* __restrict error, int64_t n, float* __restrict sum) {
+  for (int64_t i = 0; i < n; ++i) sum[i] = sum[i] + E::load(error[i]);
+}
+
+struct Feedback {  // none: at is null
+  void* at;
+  int dtype;
+  float keep, take;  // error = keep * error + take * (sum - decoded)
+
+  // sum += error, for the n elements from `start`
+  ONCE void add(int64_t start, int64_t n, float* sum) const {
+    if (dtype == kFloat32) add_error<Float32>(static_cast<const float*>(at) + start, n, sum);
+    if (dtype == kBFloat16) add_error<BFloat16>(static_cast<const uint16_t*>(at) + start, n, sum);
+    if (dtype == kFloat16) add_error<Float16>(static_cast<const uint16_t*>(at) + start, n, sum);
+  }
+
+  template <class E>
+  void move(typename E::Word* __restrict error, const float* __restrict sum, const float* __restrict decoded,
+            int64_t n) const {
+    for (int64_t i = 0; i < n; ++i) error[i] = E::store(keep * E::load(error[i]) + take * (sum[i] - decoded[i]));
+  }
+
+  // The new error of one block. A block that holds NaN or Inf starts anew, or it would never recover.
+  template <int Bits>
+  ONCE void update(int64_t start, int64_t n, int64_t block, const float* sum, const uint8_t* codes,
+                   const uint8_t* scale_at, float* decoded) const {
+    const int64_t word_bytes = dtype == kFloat32 ? 4 : 2;
+    uint8_t* error = static_cast<uint8_t*>(at) + start * word_bytes;
+    float scale;
+    std::memcpy(&scale, scale_at, 4);
+    if (scale != scale) {
+      std::memset(error, 0, static_cast<size_t>(n * word_bytes));
+      return;
+    }
+    decode_block<Float32, Bits, false>(codes, scale_at, n, block, decoded);
+    if (dtype == kFloat32) move<Float32>(reinterpret_cast<float*>(error), sum, decoded, n);
+    if (dtype == kBFloat16) move<BFloat16>(reinterpret_cast<uint16_t*>(error), sum, decoded, n);
+    if (dtype == kFloat16) move<Float16>(reinterpret_cast<uint16_t*>(error), sum, decoded, n);
+  }
+};
+
+template <int Bits>
+int64_t longest_block(const Format& f) {
+  int64_t longest = 0;
+  for (int64_t k = 0; k < f.num_segments; ++k) {
+    const Segment s(f.lengths[k], f.block, Bits);
+    longest = s.block > longest ? s.block : longest;
+  }
+  return longest;
+}
+
+struct Scratch {
+  float* at;
+
+  explicit Scratch(int64_t floats) : at(static_cast<float*>(std::malloc(static_cast<size_t>(floats) * 4 + 4))) {}
+  ~Scratch() { std::free(at); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+};
+
+template <int Bits>
+int encode_rows_corrected(const void* x, int64_t x_stride_bytes, int dtype, int64_t rows, const int64_t* order,
+                          const Format& f, const Feedback& error, int64_t error_stride, uint8_t* out,
+                          int64_t out_stride_bytes, Part part) {
+  const int64_t longest = longest_block<Bits>(f);
+  const Scratch sum(longest), decoded(longest);
+  if (!sum.at || !decoded.at) return 1;
+  each_run<Bits>(rows, f, part, [&](int64_t r, const Segment& s, int64_t from, int64_t past, int64_t start,
+                                    int64_t offset_bytes) {
+    const Own row{static_cast<const uint8_t*>(x) + (order ? order[r] : r) * x_stride_bytes, dtype};
+    uint8_t* to = out + r * out_stride_bytes + offset_bytes;
+    for (int64_t b = from; b < past; ++b) {
+      const int64_t n = s.length(b), at = start + b * s.block;
+      uint8_t* codes = to + b * block_codes_bytes(s.block, Bits);
+      uint8_t* scale = to + s.codes_bytes + 4 * b;
+      row.copy(at, n, sum.at);
+      error.add(r * error_stride + at, n, sum.at);
+      encode_block<Float32, Bits>(sum.at, n, s.block, codes, scale);
+      error.update<Bits>(r * error_stride + at, n, s.block, sum.at, codes, scale, decoded.at);
+    }
+  });
+  return 0;
+}
+
+// ---- sums of messages ----
 
 struct Messages {
   const uint8_t* at;
@@ -273,7 +271,7 @@ struct Messages {
 // Sum of blocks [first, first + num) of the segment that starts at `offset_bytes` in each message and at element
 // `start` of the own part. Block by block over all messages, so that the sum stays in the nearest cache.
 template <int Bits>
-void reduce_blocks(const Messages& m, int64_t offset_bytes, const Own& own, int64_t start, const Segment& s,
+ONCE void reduce_blocks(const Messages& m, int64_t offset_bytes, const Own& own, int64_t start, const Segment& s,
                    int64_t first, int64_t num, float* out) {
   for (int64_t b = first; b < first + num; ++b) {
     const int64_t n = s.length(b);
@@ -292,14 +290,12 @@ void reduce_blocks(const Messages& m, int64_t offset_bytes, const Own& own, int6
 }
 
 template <int Bits>
-void reduce(const Messages& m, const Own& own, const Format& f, float* out) {
-  int64_t offset_bytes = 0, start = 0;
-  for (int64_t k = 0; k < f.num_segments; ++k) {
-    const Segment s(f.lengths[k], f.block, Bits);
-    reduce_blocks<Bits>(m, offset_bytes, own, start, s, 0, s.blocks, out + start);
-    offset_bytes += s.wire_bytes();
-    start += s.numel;
-  }
+int reduce(const Messages& m, const Own& own, const Format& f, float* out, Part part) {
+  each_run<Bits>(1, f, part, [&](int64_t, const Segment& s, int64_t from, int64_t past, int64_t start,
+                                 int64_t offset_bytes) {
+    reduce_blocks<Bits>(m, offset_bytes, own, start, s, from, past - from, out + start + from * s.block);
+  });
+  return 0;
 }
 
 // Elements after which blocks of both sizes end together; the whole segment where they do not soon.
@@ -312,33 +308,77 @@ int64_t common_run(const Segment& in, const Segment& out) {
 }
 
 template <int Bits, int OutBits>
-int reduce_encode(const Messages& m, const Own& own, const Format& f, int64_t out_block, uint8_t* to) {
-  int64_t largest = 0;
+int reduce_encode(const Messages& m, const Own& own, const Format& f, int64_t out_block, const Feedback& error,
+                  uint8_t* to, Part part) {
+  int64_t largest = 0, total = 0;
   for (int64_t k = 0; k < f.num_segments; ++k) {
     const int64_t run = common_run(Segment(f.lengths[k], f.block, Bits), Segment(f.lengths[k], out_block, OutBits));
     largest = run > largest ? run : largest;
+    total += run > 0 ? (f.lengths[k] + run - 1) / run : 0;
   }
-  float* sum = static_cast<float*>(std::malloc(static_cast<size_t>(largest) * 4 + 4));
-  if (!sum) return 1;
-  int64_t offset_bytes = 0, start = 0;
+  const Scratch sum(largest), decoded(error.at ? largest : 0);
+  if (!sum.at || !decoded.at) return 1;
+  const int64_t mine = part.first_of(total), past_mine = part.past_of(total);
+  int64_t offset_bytes = 0, start = 0, seen = 0;
   for (int64_t k = 0; k < f.num_segments; ++k) {
     const Segment in(f.lengths[k], f.block, Bits), out(f.lengths[k], out_block, OutBits);
     const int64_t run = common_run(in, out);
-    for (int64_t at = 0; at < in.numel; at += run) {
+    for (int64_t at = 0; at < in.numel; at += run, ++seen) {
+      if (seen < mine || seen >= past_mine) continue;
       const int64_t end = at + run < in.numel ? at + run : in.numel;
       const int64_t first = at / in.block, past = (end + in.block - 1) / in.block;
-      reduce_blocks<Bits>(m, offset_bytes, own, start, in, first, past - first, sum);
+      reduce_blocks<Bits>(m, offset_bytes, own, start, in, first, past - first, sum.at);
+      if (error.at) error.add(start + at, end - at, sum.at);
       for (int64_t b = at / out.block; b * out.block < end; ++b) {
-        encode_block<Float32, OutBits>(sum + (b * out.block - at), out.length(b), out.block,
-                                       to + b * block_codes_bytes(out.block, OutBits), to + out.codes_bytes + 4 * b);
+        uint8_t* codes = to + b * block_codes_bytes(out.block, OutBits);
+        uint8_t* scale = to + out.codes_bytes + 4 * b;
+        const float* block_sum = sum.at + (b * out.block - at);
+        encode_block<Float32, OutBits>(block_sum, out.length(b), out.block, codes, scale);
+        if (error.at) {
+          error.update<OutBits>(start + b * out.block, out.length(b), out.block, block_sum, codes, scale, decoded.at);
+        }
       }
     }
     offset_bytes += in.wire_bytes();
     start += in.numel;
     to += out.wire_bytes();
   }
-  std::free(sum);
   return 0;
+}
+
+// ---- Inf and NaN ----
+
+template <class T>
+int64_t first_bad(const void* x, int64_t numel, int64_t block) {
+  const Segment s(numel, block, 8);
+  for (int64_t b = 0; b < s.blocks; ++b) {
+    const float absmax = T::absmax(static_cast<const typename T::Word*>(x) + b * s.block, s.length(b));
+    if (bits_of(absmax) >= 0x7f800000u) return b;
+  }
+  return -1;
+}
+
+// found: row, segment, block; left alone where all scales are finite
+template <int Bits>
+bool first_bad_scale(const Messages& m, const Format& f, int64_t* found) {
+  for (int64_t r = 0; r < m.count; ++r) {
+    const uint8_t* at = m.at + r * m.stride_bytes;
+    for (int64_t k = 0; k < f.num_segments; ++k) {
+      const Segment s(f.lengths[k], f.block, Bits);
+      for (int64_t b = 0; b < s.blocks; ++b) {
+        uint32_t scale;
+        std::memcpy(&scale, at + s.codes_bytes + 4 * b, 4);
+        if ((scale & 0x7f800000u) == 0x7f800000u) {
+          found[0] = r;
+          found[1] = k;
+          found[2] = b;
+          return true;
+        }
+      }
+      at += s.wire_bytes();
+    }
+  }
+  return false;
 }
 
 }  // namespace
@@ -349,90 +389,124 @@ int reduce_encode(const Messages& m, const Own& own, const Format& f, int64_t ou
   switch (DTYPE) {             \
     case kFloat32: {           \
       using T = Float32;       \
-      CALL;                    \
-      return 0;                \
+      return CALL;             \
     }                          \
     case kBFloat16: {          \
       using T = BFloat16;      \
-      CALL;                    \
-      return 0;                \
+      return CALL;             \
     }                          \
     case kFloat16: {           \
       using T = Float16;       \
-      CALL;                    \
-      return 0;                \
+      return CALL;             \
     }                          \
     default:                   \
       return 2;                \
   }
 
+// A share of the blocks on each of `threads` threads.
+#define IN_PARTS(...) run_parts(threads, [&](Part part) { return __VA_ARGS__; })
+
 extern "C" {
 
-int twinbed_quantize(const void* x, int dtype, int64_t numel, int bits, int64_t block, uint8_t* codes,
-                     uint8_t* scales) {
+int twinbed_quantize(const void* x, int dtype, int64_t numel, int bits, int64_t block, uint8_t* codes, uint8_t* scales,
+                     int threads) {
   const Segment s(numel, block, bits);
-  if (bits == 8) FOR_DTYPE(dtype, (encode_segment<T, 8>(static_cast<const T::Word*>(x), s, codes, scales)))
-  if (bits == 4) FOR_DTYPE(dtype, (encode_segment<T, 4>(static_cast<const T::Word*>(x), s, codes, scales)))
+  if (bits == 8) FOR_DTYPE(dtype, (IN_PARTS(encode_part<T, 8>(x, s, codes, scales, part))))
+  if (bits == 4) FOR_DTYPE(dtype, (IN_PARTS(encode_part<T, 4>(x, s, codes, scales, part))))
   return 2;
 }
 
 int twinbed_dequantize(const uint8_t* codes, const uint8_t* scales, int64_t numel, int bits, int64_t block, void* out,
-                       int dtype) {
+                       int dtype, int threads) {
   const Segment s(numel, block, bits);
-  if (bits == 8) FOR_DTYPE(dtype, (decode_segment<T, 8, false>(codes, scales, s, static_cast<T::Word*>(out))))
-  if (bits == 4) FOR_DTYPE(dtype, (decode_segment<T, 4, false>(codes, scales, s, static_cast<T::Word*>(out))))
+  if (bits == 8) FOR_DTYPE(dtype, (IN_PARTS(decode_part<T, 8>(codes, scales, s, out, part))))
+  if (bits == 4) FOR_DTYPE(dtype, (IN_PARTS(decode_part<T, 4>(codes, scales, s, out, part))))
   return 2;
 }
 
 int twinbed_encode(const void* x, int64_t x_stride_bytes, int dtype, int64_t rows, const int64_t* order,
                    const int64_t* lengths, int64_t num_segments, int bits, int64_t block, uint8_t* out,
-                   int64_t out_stride_bytes) {
+                   int64_t out_stride_bytes, int threads) {
   const Format f{lengths, num_segments, block};
-  if (bits == 8) FOR_DTYPE(dtype, (encode_rows<T, 8>(x, x_stride_bytes, rows, order, f, out, out_stride_bytes)))
-  if (bits == 4) FOR_DTYPE(dtype, (encode_rows<T, 4>(x, x_stride_bytes, rows, order, f, out, out_stride_bytes)))
+  const int64_t stride = x_stride_bytes, to = out_stride_bytes;
+  if (bits == 8) FOR_DTYPE(dtype, (IN_PARTS(encode_rows<T, 8>(x, stride, rows, order, f, out, to, part))))
+  if (bits == 4) FOR_DTYPE(dtype, (IN_PARTS(encode_rows<T, 4>(x, stride, rows, order, f, out, to, part))))
+  return 2;
+}
+
+int twinbed_encode_corrected(const void* x, int64_t x_stride_bytes, int dtype, int64_t rows, const int64_t* order,
+                             const int64_t* lengths, int64_t num_segments, int bits, int64_t block, uint8_t* out,
+                             int64_t out_stride_bytes, void* error, int64_t error_stride, int error_dtype, float keep,
+                             float take, int threads) {
+  const Format f{lengths, num_segments, block};
+  const Feedback feedback{error, error_dtype, keep, take};
+  if (bits == 8) {
+    return IN_PARTS(encode_rows_corrected<8>(x, x_stride_bytes, dtype, rows, order, f, feedback, error_stride, out,
+                                             out_stride_bytes, part));
+  }
+  if (bits == 4) {
+    return IN_PARTS(encode_rows_corrected<4>(x, x_stride_bytes, dtype, rows, order, f, feedback, error_stride, out,
+                                             out_stride_bytes, part));
+  }
   return 2;
 }
 
 int twinbed_decode(const uint8_t* messages, int64_t messages_stride_bytes, int64_t rows, const int64_t* lengths,
                    int64_t num_segments, int bits, int64_t block, void* out, int64_t out_stride_bytes, int dtype,
-                   int accumulate) {
+                   int accumulate, int threads) {
   const Format f{lengths, num_segments, block};
+  const int64_t stride = messages_stride_bytes, to = out_stride_bytes;
   if (accumulate) {  // sums are fp32
-    if (dtype != kFloat32 || (bits != 8 && bits != 4)) return 2;
-    if (bits == 8) decode_rows<Float32, 8, true>(messages, messages_stride_bytes, rows, f, out, out_stride_bytes);
-    if (bits == 4) decode_rows<Float32, 4, true>(messages, messages_stride_bytes, rows, f, out, out_stride_bytes);
-    return 0;
+    if (dtype != kFloat32) return 2;
+    if (bits == 8) return IN_PARTS(decode_rows<Float32, 8, true>(messages, stride, rows, f, out, to, part));
+    if (bits == 4) return IN_PARTS(decode_rows<Float32, 4, true>(messages, stride, rows, f, out, to, part));
+    return 2;
   }
-  if (bits == 8) {
-    FOR_DTYPE(dtype, (decode_rows<T, 8, false>(messages, messages_stride_bytes, rows, f, out, out_stride_bytes)))
-  }
-  if (bits == 4) {
-    FOR_DTYPE(dtype, (decode_rows<T, 4, false>(messages, messages_stride_bytes, rows, f, out, out_stride_bytes)))
-  }
+  if (bits == 8) FOR_DTYPE(dtype, (IN_PARTS(decode_rows<T, 8, false>(messages, stride, rows, f, out, to, part))))
+  if (bits == 4) FOR_DTYPE(dtype, (IN_PARTS(decode_rows<T, 4, false>(messages, stride, rows, f, out, to, part))))
   return 2;
 }
 
 int twinbed_reduce(const uint8_t* messages, int64_t messages_stride_bytes, int64_t count, const void* own,
-                   int own_dtype, const int64_t* lengths, int64_t num_segments, int bits, int64_t block, float* out) {
+                   int own_dtype, const int64_t* lengths, int64_t num_segments, int bits, int64_t block, float* out,
+                   int threads) {
   const Messages m{messages, messages_stride_bytes, count};
   const Own mine{own, own_dtype};
   const Format f{lengths, num_segments, block};
-  if (bits == 8) reduce<8>(m, mine, f, out);
-  if (bits == 4) reduce<4>(m, mine, f, out);
-  return bits == 8 || bits == 4 ? 0 : 2;
+  if (bits == 8) return IN_PARTS(reduce<8>(m, mine, f, out, part));
+  if (bits == 4) return IN_PARTS(reduce<4>(m, mine, f, out, part));
+  return 2;
 }
 
 int twinbed_reduce_encode(const uint8_t* messages, int64_t messages_stride_bytes, int64_t count, const void* own,
                           int own_dtype, const int64_t* lengths, int64_t num_segments, int bits, int64_t block,
-                          int out_bits, int64_t out_block, uint8_t* out) {
+                          int out_bits, int64_t out_block, uint8_t* out, void* error, int error_dtype, float keep,
+                          float take, int threads) {
   const Messages m{messages, messages_stride_bytes, count};
   const Own mine{own, own_dtype};
   const Format f{lengths, num_segments, block};
-  if (bits == 8 && out_bits == 8) return reduce_encode<8, 8>(m, mine, f, out_block, out);
-  if (bits == 8 && out_bits == 4) return reduce_encode<8, 4>(m, mine, f, out_block, out);
-  if (bits == 4 && out_bits == 8) return reduce_encode<4, 8>(m, mine, f, out_block, out);
-  if (bits == 4 && out_bits == 4) return reduce_encode<4, 4>(m, mine, f, out_block, out);
+  const Feedback feedback{error, error_dtype, keep, take};
+  if (bits == 8 && out_bits == 8) return IN_PARTS(reduce_encode<8, 8>(m, mine, f, out_block, feedback, out, part));
+  if (bits == 8 && out_bits == 4) return IN_PARTS(reduce_encode<8, 4>(m, mine, f, out_block, feedback, out, part));
+  if (bits == 4 && out_bits == 8) return IN_PARTS(reduce_encode<4, 8>(m, mine, f, out_block, feedback, out, part));
+  if (bits == 4 && out_bits == 4) return IN_PARTS(reduce_encode<4, 4>(m, mine, f, out_block, feedback, out, part));
   return 2;
+}
+
+// The first block with NaN or Inf, or -1.
+int twinbed_first_bad(const void* x, int dtype, int64_t numel, int64_t block, int64_t* found) {
+  FOR_DTYPE(dtype, (*found = first_bad<T>(x, numel, block), 0))
+}
+
+// Row, segment and block of the first one that was quantized from NaN or Inf, or -1 as its row.
+int twinbed_first_bad_scale(const uint8_t* messages, int64_t messages_stride_bytes, int64_t rows,
+                            const int64_t* lengths, int64_t num_segments, int bits, int64_t block, int64_t* found) {
+  const Messages m{messages, messages_stride_bytes, rows};
+  const Format f{lengths, num_segments, block};
+  found[0] = -1;
+  if (bits == 8) first_bad_scale<8>(m, f, found);
+  if (bits == 4) first_bad_scale<4>(m, f, found);
+  return bits == 8 || bits == 4 ? 0 : 2;
 }
 
 }  // extern "C"

@@ -5,8 +5,8 @@ x / scale rounded to the nearest, ties to even. So the error is at most half a s
 block of zeros gives zeros. A block that holds NaN or Inf reads back as NaN throughout, so that it is noticed.
 (DeepSpeed divides by absmax / 8 at 4 bits and clips +absmax to 7: there the largest value errs by a step.)
 
-8 and 4 bits on a CPU run natively (codec.cpp), the rest in plain torch (reference.py), with equal results.
-`reference=True` asks for the latter, to check or to compare.
+8 and 4 bits run natively on a CPU (codec.cpp) and in Triton on a GPU (triton_codec.py), the rest in plain
+torch (reference.py), with equal results. `reference=True` asks for the latter, to check or to compare.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ import torch
 from torch import Tensor
 
 from . import reference as plain
+from .gpu import codec_for
 from .layout import Layout, check_format, code_bytes, layout_of, num_blocks
 from .native import load
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers as in codec.cpp
 NATIVE_BITS = (8, 4)
+# Bytes that a thread of its own is worth: it takes some 20 us to start, and codes 1 MiB in 50 us. A guess.
+THREAD_BYTES = 1 << 20
 
 
 def quantize_blocks(x: Tensor, *, bits: int, block: int, reference: bool = False) -> tuple[Tensor, Tensor]:
@@ -41,18 +44,28 @@ def quantize_blocks(x: Tensor, *, bits: int, block: int, reference: bool = False
         scales: fp32 [blocks].
     """
     check_format(bits=bits, block=block)
-    flat = _flat(x)
+    flat = flat_of(x)
+    numel = flat.numel()
+    gpu = None if reference else codec_for(flat, bits=bits, block=block)
     library = None if reference else native_for(flat, bits)
-    if library is None:
+    codes = torch.empty(code_bytes(numel, bits=bits, block=block), dtype=torch.uint8, device=x.device)
+    scales = torch.empty(num_blocks(numel, block=block), device=x.device)
+    if gpu is not None:
+        gpu.encode_split(flat, layout_of((numel,), bits=bits, block=block), codes, scales)
+    elif library is None:
         packed, scales_1B = plain.quantize(flat[None], bits=bits, block=block)
         codes, scales = packed[0], scales_1B[0]
     else:
-        numel = flat.numel()
-        codes = torch.empty(code_bytes(numel, bits=bits, block=block), dtype=torch.uint8)
-        scales = torch.empty(num_blocks(numel, block=block))
         check(
             library.twinbed_quantize(
-                flat.data_ptr(), DTYPES[flat.dtype], numel, bits, block, codes.data_ptr(), scales.data_ptr()
+                flat.data_ptr(),
+                DTYPES[flat.dtype],
+                numel,
+                bits,
+                block,
+                codes.data_ptr(),
+                scales.data_ptr(),
+                threads_for(flat.nbytes),
             )
         )
     return codes.view(torch.int8) if bits == 8 else codes, scales
@@ -77,22 +90,33 @@ def dequantize_blocks(
         )
     _check_dtype(dtype)
     packed, scales = codes.contiguous().view(torch.uint8), scales.float().contiguous()
+    gpu = None if reference else codec_for(packed, bits=bits, block=block)
     library = None if reference else native_for(packed, bits)
-    if library is None:
+    if gpu is None and library is None:
         values = plain.dequantize(packed.view(1, -1), scales.view(1, -1), bits=bits, block=block, numel=numel)
         return values[0].to(dtype)
-    out = torch.empty(numel, dtype=dtype)
-    check(
-        library.twinbed_dequantize(
-            packed.data_ptr(), scales.data_ptr(), numel, bits, block, out.data_ptr(), DTYPES[dtype]
+    out = torch.empty(numel, dtype=dtype, device=codes.device)
+    if gpu is not None:
+        gpu.decode_split(packed, scales, layout_of((numel,), bits=bits, block=block), out)
+    elif library is not None:
+        check(
+            library.twinbed_dequantize(
+                packed.data_ptr(),
+                scales.data_ptr(),
+                numel,
+                bits,
+                block,
+                out.data_ptr(),
+                DTYPES[dtype],
+                threads_for(out.nbytes),
+            )
         )
-    )
     return out
 
 
 def encode(x: Tensor, *, bits: int, block: int, out: Tensor | None = None, reference: bool = False) -> Tensor:
     """The message of `x` as one segment: codes, then scales, uint8 [wire_bytes(numel, bits, block)]."""
-    flat = _flat(x)
+    flat = flat_of(x)
     return encode_segments(
         flat, segments=(flat.numel(),), bits=bits, block=block, out=out, reference=reference
     )
@@ -146,19 +170,22 @@ def encode_segments(
         uint8 [wire] or [rows, wire]; wire is the sum of `wire_bytes(length)` over the segments.
     """
     layout = layout_of(segments, bits=bits, block=block)
-    rows = _rows(x, layout.numel, "x")
+    rows = rows_of(x, layout.numel, "x")
     _check_dtype(x.dtype)
     if order is not None and x.dim() != 2:
         raise ValueError(f"order picks rows, but x has shape {tuple(x.shape)}; give it as [rows, n]")
-    indices = None if order is None else _row_indices(tuple(order), rows.shape[0])
+    indices = None if order is None else row_indices(tuple(order), rows.shape[0])
     num_out = rows.shape[0] if indices is None else len(indices)
     if out is None:
         out = torch.empty(num_out, layout.wire_bytes, dtype=torch.uint8, device=x.device)
         result = out if x.dim() == 2 else out[0]
     else:
-        result, out = out, _out_rows(out, num_out, layout.wire_bytes, (torch.uint8,))
+        result, out = out, out_rows(out, num_out, layout.wire_bytes, (torch.uint8,))
+    gpu = None if reference else codec_for(rows, bits=bits, block=block)
     library = None if reference else native_for(rows, bits)
-    if library is None:
+    if gpu is not None:
+        gpu.encode(rows, layout, order, out)
+    elif library is None:
         plain.encode(rows if order is None else rows[list(order)], layout, out)
     else:
         check(
@@ -171,6 +198,7 @@ def encode_segments(
                 *native_layout(layout),
                 out.data_ptr(),
                 out.stride(0),
+                threads_for(rows.element_size() * num_out * layout.numel),
             )
         )
     return result
@@ -208,9 +236,12 @@ def decode_segments(
         out = torch.empty(messages.shape[0], layout.numel, dtype=dtype, device=buf.device)
         result = out if buf.dim() == 2 else out[0]
     else:
-        result, out = out, _out_rows(out, messages.shape[0], layout.numel, tuple(DTYPES))
+        result, out = out, out_rows(out, messages.shape[0], layout.numel, tuple(DTYPES))
+    gpu = None if reference else codec_for(messages, bits=bits, block=block)
     library = None if reference else native_for(messages, bits)
-    if library is None:
+    if gpu is not None:
+        gpu.decode(messages, layout, out, accumulate=accumulate)
+    elif library is None:
         values = plain.decode(messages, layout)
         out.copy_(out + values if accumulate else values)
     else:
@@ -224,6 +255,7 @@ def decode_segments(
                 out.stride(0) * out.element_size(),
                 DTYPES[out.dtype],
                 accumulate,
+                threads_for(out.element_size() * out.numel()),
             )
         )
     return result
@@ -235,6 +267,11 @@ def decode_segments(
 def native_for(x: Tensor, bits: int) -> ctypes.CDLL | None:
     """The library, if it serves codes of `bits` where `x` lies."""
     return load() if bits in NATIVE_BITS and x.device.type == "cpu" else None
+
+
+def threads_for(nbytes: int) -> int:
+    """Threads for so much data: as many as torch may use, where each has enough to do."""
+    return max(1, min(torch.get_num_threads(), nbytes // THREAD_BYTES))
 
 
 def native_layout(layout: Layout) -> tuple[ctypes.Array[ctypes.c_int64], int, int, int]:
@@ -253,10 +290,10 @@ def messages_of(buf: Tensor, layout: Layout) -> Tensor:
     """`buf` as [rows, wire], checked."""
     if buf.dtype != torch.uint8:
         raise ValueError(f"messages are uint8, got {buf.dtype}")
-    return _rows(buf, layout.wire_bytes, "buf")
+    return rows_of(buf, layout.wire_bytes, "buf")
 
 
-def _rows(x: Tensor, width: int, name: str) -> Tensor:
+def rows_of(x: Tensor, width: int, name: str) -> Tensor:
     """`x` as [rows, width], its last dimension contiguous, outside of autograd."""
     if x.dim() not in (1, 2) or x.shape[-1] != width:
         raise ValueError(
@@ -267,7 +304,7 @@ def _rows(x: Tensor, width: int, name: str) -> Tensor:
     return x if x.stride(1) == 1 or width <= 1 else x.contiguous()
 
 
-def _out_rows(out: Tensor, rows: int, width: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+def out_rows(out: Tensor, rows: int, width: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
     view = out if out.dim() == 2 else out[None]
     if view.shape != (rows, width) or out.dtype not in dtypes or (width > 1 and view.stride(-1) != 1):
         raise ValueError(
@@ -278,14 +315,14 @@ def _out_rows(out: Tensor, rows: int, width: int, dtypes: tuple[torch.dtype, ...
 
 
 @lru_cache(maxsize=256)
-def _row_indices(order: tuple[int, ...], rows: int) -> ctypes.Array[ctypes.c_int64]:
+def row_indices(order: tuple[int, ...], rows: int) -> ctypes.Array[ctypes.c_int64]:
     for index in order:
         if not 0 <= index < rows:
             raise ValueError(f"order names row {index}, but x has {rows} rows")
     return (ctypes.c_int64 * len(order))(*order)
 
 
-def _flat(x: Tensor) -> Tensor:
+def flat_of(x: Tensor) -> Tensor:
     _check_dtype(x.dtype)
     return (x.detach() if x.requires_grad else x).reshape(-1).contiguous()
 

@@ -1,6 +1,6 @@
-"""Builds the native codec at first use and loads it: one C++ file, the system compiler, ctypes.
+"""Builds the native kernels at first use and loads them: C++ without libraries, the system compiler, ctypes.
 
-Chosen by measurement (`benchmarks/kernels.py` prints today's figures). One core, 4M bf16 elements, bytes
+Chosen by measurement (`benchmarks/codec_speed.py` prints today's figures). One core, 4M bf16 elements, bytes
 read and written per second where a copy reaches 28 GB/s:
 
                       eager torch    torch.compile    this
@@ -34,28 +34,46 @@ from functools import cache
 from pathlib import Path
 
 # A fused multiply-add rounds once where the reference rounds twice: hence no contraction. Never -ffast-math.
-_FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared")
+_FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 # Tried in turn, as not every compiler knows every processor. 512-bit vectors: 1.3 times gcc's own choice.
 _TUNING = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",), ())
 _COMPILERS = ("c++", "g++", "clang++")
-_SOURCE = Path(__file__).with_name("codec.cpp")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("codec.cpp", "columns.cpp"))
+_HEADERS = (Path(__file__).with_name("block.h"),)
 _COMPILE_TIMEOUT_s = 120.0
 
-_pointer, _int, _int64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+_pointer, _int, _int64, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _FORMAT = (_pointer, _int64, _int, _int64)  # lengths, num_segments, bits, block
+_FEEDBACK = (_int, _float, _float)  # dtype, keep, take
 _SIGNATURES: dict[str, tuple[type, ...]] = {
-    # x, dtype, numel, bits, block, codes, scales
-    "twinbed_quantize": (_pointer, _int, _int64, _int, _int64, _pointer, _pointer),
-    # codes, scales, numel, bits, block, out, dtype
-    "twinbed_dequantize": (_pointer, _pointer, _int64, _int, _int64, _pointer, _int),
-    # x, stride_bytes, dtype, rows, order, format, out, stride_bytes
-    "twinbed_encode": (_pointer, _int64, _int, _int64, _pointer, *_FORMAT, _pointer, _int64),
-    # messages, stride_bytes, rows, format, out, stride_bytes, dtype, accumulate
-    "twinbed_decode": (_pointer, _int64, _int64, *_FORMAT, _pointer, _int64, _int, _int),
-    # messages, stride_bytes, count, own, own_dtype, format, out
-    "twinbed_reduce": (_pointer, _int64, _int64, _pointer, _int, *_FORMAT, _pointer),
-    # messages, stride_bytes, count, own, own_dtype, format, out_bits, out_block, out
-    "twinbed_reduce_encode": (_pointer, _int64, _int64, _pointer, _int, *_FORMAT, _int, _int64, _pointer),
+    # x, dtype, numel, bits, block, codes, scales, threads
+    "twinbed_quantize": (_pointer, _int, _int64, _int, _int64, _pointer, _pointer, _int),
+    # codes, scales, numel, bits, block, out, dtype, threads
+    "twinbed_dequantize": (_pointer, _pointer, _int64, _int, _int64, _pointer, _int, _int),
+    # x, stride_bytes, dtype, rows, order, format, out, stride_bytes, threads
+    "twinbed_encode": (_pointer, _int64, _int, _int64, _pointer, *_FORMAT, _pointer, _int64, _int),
+    # the same, with error, stride and feedback before threads
+    "twinbed_encode_corrected": (
+        *(_pointer, _int64, _int, _int64, _pointer, *_FORMAT, _pointer, _int64),
+        *(_pointer, _int64, *_FEEDBACK, _int),
+    ),
+    # messages, stride_bytes, rows, format, out, stride_bytes, dtype, accumulate, threads
+    "twinbed_decode": (_pointer, _int64, _int64, *_FORMAT, _pointer, _int64, _int, _int, _int),
+    # messages, stride_bytes, count, own, own_dtype, format, out, threads
+    "twinbed_reduce": (_pointer, _int64, _int64, _pointer, _int, *_FORMAT, _pointer, _int),
+    # messages, stride_bytes, count, own, own_dtype, format, out_bits, out_block, out, error, feedback, threads
+    "twinbed_reduce_encode": (
+        *(_pointer, _int64, _int64, _pointer, _int, *_FORMAT, _int, _int64, _pointer),
+        *(_pointer, *_FEEDBACK, _int),
+    ),
+    # x, dtype, numel, block, found
+    "twinbed_first_bad": (_pointer, _int, _int64, _int64, _pointer),
+    # messages, stride_bytes, rows, format, found
+    "twinbed_first_bad_scale": (_pointer, _int64, _int64, *_FORMAT, _pointer),
+    # x, stride, rows, word_bytes, kept, num_kept, out
+    "twinbed_gather_columns": (_pointer, _int64, _int64, _int, _pointer, _int64, _pointer),
+    # y, rows, num_kept, word_bytes, place, columns, out
+    "twinbed_scatter_columns": (_pointer, _int64, _int64, _int, _pointer, _int64, _pointer),
 }
 
 
@@ -142,7 +160,7 @@ def _compile(compiler: list[str], path: Path) -> tuple[str, ...]:
     os.close(handle)
     try:
         for tuning in _TUNING:
-            command = [*compiler, *_FLAGS, *tuning, str(_SOURCE), "-o", name]
+            command = [*compiler, *_FLAGS, *tuning, *map(str, _SOURCES), "-o", name]
             try:
                 done = subprocess.run(
                     command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_TIMEOUT_s
@@ -164,7 +182,7 @@ def _key(compiler: list[str]) -> str:
     program = Path(compiler[0]).resolve()
     stat = program.stat()  # in place of `--version`: no process to start in each rank
     facts = (
-        hashlib.sha256(_SOURCE.read_bytes()).hexdigest(),
+        [hashlib.sha256(file.read_bytes()).hexdigest() for file in (*_SOURCES, *_HEADERS)],
         [str(program), stat.st_size, stat.st_mtime_ns, *compiler[1:]],
         [_FLAGS, _TUNING],
         [platform.system(), platform.machine(), _processor_features()],

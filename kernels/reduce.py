@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from . import reference as plain
-from .codec import DTYPES, NATIVE_BITS, check, messages_of, native_for, native_layout
+from .codec import (
+    DTYPES,
+    NATIVE_BITS,
+    check,
+    encode_segments,
+    messages_of,
+    native_for,
+    native_layout,
+    threads_for,
+)
+from .gpu import codec_for
 from .layout import layout_of
 
 
@@ -40,15 +50,18 @@ def dequantize_reduce(
     """
     layout = layout_of(segments, bits=bits, block=block)
     messages = messages_of(bufs, layout)
-    own = _own_part(own, layout.numel)
+    own = own_part(own, layout.numel)
     if out is None:
         out = torch.empty(layout.numel, device=bufs.device)
     elif out.shape != (layout.numel,) or out.dtype != torch.float32 or not out.is_contiguous():
         raise ValueError(
             f"out is {out.dtype} {tuple(out.shape)}; it must be contiguous fp32 [{layout.numel}]"
         )
+    gpu = None if reference else codec_for(messages, bits=bits, block=block)
     library = None if reference else native_for(messages, bits)
-    if library is None:
+    if gpu is not None:
+        gpu.reduce(messages, own, layout, out)
+    elif library is None:
         out.copy_(plain.reduce(messages, own, layout))
     else:
         check(
@@ -60,6 +73,7 @@ def dequantize_reduce(
                 0 if own is None else DTYPES[own.dtype],
                 *native_layout(layout),
                 out.data_ptr(),
+                threads_for(messages.nbytes),
             )
         )
     return out
@@ -93,15 +107,23 @@ def dequantize_reduce_quantize(
         segments, bits=bits if out_bits is None else out_bits, block=block if out_block is None else out_block
     )
     messages = messages_of(bufs, layout)
-    own = _own_part(own, layout.numel)
+    own = own_part(own, layout.numel)
     if out is None:
         out = torch.empty(target.wire_bytes, dtype=torch.uint8, device=bufs.device)
     elif out.shape != (target.wire_bytes,) or out.dtype != torch.uint8 or not out.is_contiguous():
         raise ValueError(
             f"out is {out.dtype} {tuple(out.shape)}; it must be contiguous uint8 [{target.wire_bytes}]"
         )
+    gpu = None if reference else codec_for(messages, bits=bits, block=block)
+    if gpu is not None and (target.bits not in NATIVE_BITS or target.block != block):
+        # Blocks that end elsewhere: on a GPU in two passes, with the sum in memory.
+        total = dequantize_reduce(bufs, own, segments=segments, bits=bits, block=block)
+        encode_segments(total, segments=segments, bits=target.bits, block=target.block, out=out)
+        return out
     library = None if reference or target.bits not in NATIVE_BITS else native_for(messages, bits)
-    if library is None:
+    if gpu is not None:
+        gpu.reduce_encode(messages, own, layout, target, out)
+    elif library is None:
         plain.encode(plain.reduce(messages, own, layout)[None], target, out[None])
     else:
         check(
@@ -115,12 +137,17 @@ def dequantize_reduce_quantize(
                 target.bits,
                 target.block,
                 out.data_ptr(),
+                None,
+                0,
+                0.0,
+                0.0,
+                threads_for(messages.nbytes),
             )
         )
     return out
 
 
-def _own_part(own: Tensor | None, numel: int) -> Tensor | None:
+def own_part(own: Tensor | None, numel: int) -> Tensor | None:
     if own is None:
         return None
     if own.shape != (numel,) or own.dtype not in DTYPES:
