@@ -138,7 +138,7 @@ def main(argv: Sequence[str] = ()) -> int:
     print(
         "\nOne GPU cannot show: NCCL between GPUs and between nodes (rings, trees, NVLink, InfiniBand), collectives\n"
         "that take multiprocessors from products, gathers that overlap computation, stragglers among devices.\n"
-        "On several: torchrun --nproc-per-node=GPUS examples/attach_gpt2.py zeropp, and twinbed-probe for its constants."
+        "On several: torchrun --nproc-per-node=GPUS examples/attach_gpt2.py zeropp, and twinbed-probe."
     )
     print(f"\n{time.monotonic() - started:.0f} s; {len(check.failures)} of the checks failed")
     for failure in check.failures:

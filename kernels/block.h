@@ -97,8 +97,8 @@ struct Float16 {
 
 // ---- one block ----
 
-// Once in the library for each type and width, however many loops call them: compiled into each, they took five times as
-// long to compile, and a call costs nothing beside a block.
+// Once in the library for each type and width, however many loops call them: compiled into each, they took five times
+// as long to compile, and a call costs nothing beside a block.
 #define ONCE __attribute__((noinline))
 
 inline int64_t block_codes_bytes(int64_t block, int bits) { return block * bits / 8; }

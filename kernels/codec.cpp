@@ -1,19 +1,21 @@
 // Block codec on a CPU: segments, messages and their sums. One block of elements: block.h.
 //
-// No globals and no libraries: any number of threads may call in, with the interpreter's lock released. A call may take
-// more threads itself; blocks do not depend on each other, so the result is the same with any number.
+// No state and no libraries: any number of threads may call in, with the interpreter's lock released. A call may use
+// the threads of torch's pool; blocks do not depend on each other, so the result is the same with any number.
 
 #include "block.h"
 
+#include <dlfcn.h>
+
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <exception>
 #include <functional>
-#include <thread>
-#include <vector>
 
 namespace {
+
+constexpr int64_t kFetch = 8192;  // bytes; a longer block is streamed by the processor itself. A guess.
 
 // ---- one segment ----
 
@@ -32,11 +34,19 @@ struct Segment {
   }
 };
 
+// Asks for what is read next: a block is read twice, and meanwhile the memory would have nothing to do.
+inline void fetch(const void* at, int64_t nbytes) {
+  const char* line = static_cast<const char*>(at);
+  const int64_t near = nbytes < kFetch ? nbytes : kFetch;
+  for (int64_t i = 0; i < near; i += 64) __builtin_prefetch(line + i, 0, 2);
+}
+
 // Blocks [from, past) of it; the pointers are to its first one.
 template <class T, int Bits>
 void encode_segment(const typename T::Word* x, const Segment& s, int64_t from, int64_t past, uint8_t* codes,
                     uint8_t* scales) {
   for (int64_t b = from; b < past; ++b) {
+    if (b + 1 < past) fetch(x + (b + 1) * s.block, s.length(b + 1) * static_cast<int64_t>(sizeof(typename T::Word)));
     encode_block<T, Bits>(x + b * s.block, s.length(b), s.block, codes + b * block_codes_bytes(s.block, Bits),
                           scales + 4 * b);
   }
@@ -67,25 +77,42 @@ struct Part {
   int64_t past_of(int64_t units) const { return units * (index + 1) / count; }
 };
 
-// work(part) for each part, the first one here and the others on threads of their own, which end with the call: a pool
-// would be a global, and its threads would compete with those of torch. Where no thread can be had, this one does it.
-int run_parts(int threads, const std::function<int(Part)>& work) {
-  if (threads <= 1) return work(Part{0, 1});
-  std::vector<std::thread> others;
-  std::vector<int> status(static_cast<size_t>(threads), 0);
-  const auto run = [&](int64_t index) { status[static_cast<size_t>(index)] = work(Part{index, threads}); };
-  try {
-    others.reserve(static_cast<size_t>(threads) - 1);
-    for (int64_t index = 1; index < threads; ++index) others.emplace_back(run, index);
-  } catch (const std::exception&) {
+// The pool of threads that torch computes with (GNU OpenMP; LLVM's answers to the same names), found in the process and
+// not linked: a pool of our own would compete with it, and to start threads costs a third of a call's time. Without it
+// the caller does all the work.
+struct Pool {
+  void (*parallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
+  int (*index)();
+  int (*count)();
+
+  Pool() {
+    parallel = reinterpret_cast<decltype(parallel)>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    index = reinterpret_cast<decltype(index)>(dlsym(RTLD_DEFAULT, "omp_get_thread_num"));
+    count = reinterpret_cast<decltype(count)>(dlsym(RTLD_DEFAULT, "omp_get_num_threads"));
   }
-  const int64_t started = static_cast<int64_t>(others.size());
-  run(0);
-  for (int64_t index = started + 1; index < threads; ++index) run(index);
-  for (std::thread& other : others) other.join();
-  int worst = 0;
-  for (int one : status) worst = one > worst ? one : worst;
-  return worst;
+  bool usable() const { return parallel && index && count; }
+};
+
+struct Job {
+  const Pool& pool;
+  const std::function<int(Part)>& work;
+  std::atomic<int> worst;  // status
+};
+
+void run_job(void* data) {
+  Job& job = *static_cast<Job*>(data);
+  const int status = job.work(Part{job.pool.index(), job.pool.count()});  // there may be fewer than were asked for
+  int seen = job.worst.load();
+  while (status > seen && !job.worst.compare_exchange_weak(seen, status)) {
+  }
+}
+
+int run_parts(int threads, const std::function<int(Part)>& work) {
+  static const Pool pool;  // of the process, as the names are
+  if (threads <= 1 || !pool.usable()) return work(Part{0, 1});
+  Job job{pool, work, {0}};
+  pool.parallel(run_job, &job, static_cast<unsigned>(threads), 0);
+  return job.worst.load();
 }
 
 template <class T, int Bits>

@@ -34,7 +34,7 @@ from functools import cache
 from pathlib import Path
 
 # A fused multiply-add rounds once where the reference rounds twice: hence no contraction. Never -ffast-math.
-_FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+_FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared")
 # Tried in turn, as not every compiler knows every processor. 512-bit vectors: 1.3 times gcc's own choice.
 _TUNING = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",), ())
 _COMPILERS = ("c++", "g++", "clang++")

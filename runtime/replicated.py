@@ -18,7 +18,7 @@ from torch.nn.utils import get_total_norm
 from ..conf.schema import Precision
 from ..policies.comm import CommPolicy, GradientsReady, Placement, WeightsChanged, check_reduced
 from ..policies.plan import Plan
-from .gradients import clip_factor, is_finite
+from .gradients import bad_place, clip_factor, is_finite
 from .interpreter import Interpreter
 from .ledger import SETUP
 from .overlap import CommThread
@@ -140,7 +140,9 @@ class ReplicatedEngine:
         for unit in self._units:
             for name, parameter in unit.owned.items():
                 if parameter.grad is not None and not is_finite(parameter.grad):
-                    raise RuntimeError(f"the gradient of {name} holds Inf or NaN on rank {self._rank}")
+                    raise RuntimeError(
+                        f"the gradient of {name} holds Inf or NaN on rank {self._rank}, {bad_place(parameter.grad)}"
+                    )
 
     @torch.no_grad()
     def after_optimizer_step(self) -> None:

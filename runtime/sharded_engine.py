@@ -14,7 +14,7 @@ from torch.nn.utils import get_total_norm
 
 from ..conf.schema import Precision
 from ..policies.comm import CommPolicy
-from .gradients import clip_factor, is_finite
+from .gradients import bad_place, clip_factor, is_finite
 from .groups import device_mesh
 from .interpreter import Interpreter
 from .ledger import LIBRARY_STREAM
@@ -109,7 +109,8 @@ class ShardedEngine:
         for name, parameter in self._parameters.items():
             if parameter.grad is not None and not is_finite(_local(parameter.grad)):
                 raise RuntimeError(
-                    f"the gradient of {name} holds Inf or NaN in the part of rank {self._rank}"
+                    f"the gradient of {name} holds Inf or NaN in the part of rank {self._rank}, "
+                    f"{bad_place(_local(parameter.grad))}"
                 )
 
     def after_optimizer_step(self) -> None:

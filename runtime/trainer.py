@@ -197,6 +197,7 @@ class Trainer:
         losses: list[torch.Tensor] = []
         start_ns = self.laps.start()
         if self.offload is not None:
+            self.ledger.at(iteration=step)
             self.offload.begins("train")
         for micro_batch in range(accumulation):
             tokens, targets = self._on_device(self.batches.train(step, micro_batch))

@@ -95,7 +95,7 @@ def _run(folder: Path, rank: int, launch: LaunchFile, heartbeat: Heartbeat) -> N
     import torch
     import torch.distributed as dist
 
-    from ..kernels import prepare
+    from ..kernels import prepare, prepare_gpu
 
     experiments = [load_experiment(case.experiment) for case in launch.cases]
     world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
@@ -112,6 +112,8 @@ def _run(folder: Path, rank: int, launch: LaunchFile, heartbeat: Heartbeat) -> N
     else:
         torch.set_num_threads(1)  # ranks share the cores
     prepare()
+    if nccl:
+        prepare_gpu(device)
     if rank == 0 and "TWINBED_LAUNCHER_PID" not in os.environ:  # what the launcher does elsewhere
         for index in range(len(launch.cases)):
             finished_marker(folder, index).unlink(missing_ok=True)

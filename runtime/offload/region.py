@@ -5,6 +5,7 @@ reserved once, costs nothing until it is written to, and gives its pages back to
 What is read from a released region is zeros: nobody may look before the bytes have been brought in again.
 """
 
+import contextlib
 import mmap
 from collections.abc import Mapping
 
@@ -27,6 +28,8 @@ class Region:
         self.layout = layout
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         self._pages = mmap.mmap(-1, layout.padded_bytes, flags=flags)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self._pages.madvise(mmap.MADV_HUGEPAGE)  # to fault a page in costs more than to read 4 KiB
         self._bytes = memoryview(self._pages)
         whole = torch.frombuffer(self._pages, dtype=torch.uint8)
         self.tensors: Mapping[str, torch.Tensor] = {

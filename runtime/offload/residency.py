@@ -21,7 +21,7 @@ from ...policies.offload import (
     Place,
     Prefetch,
 )
-from ..ledger import EVICT_STREAM, FETCH_STREAM
+from ..ledger import COMMIT_STREAM, EVICT_STREAM, FETCH_STREAM
 from .region import Region
 from .store import Store
 
@@ -70,7 +70,7 @@ class Residency:
     def begins(self, kind: str) -> None:
         """An iteration begins whose order of uses repeats."""
         self._kind = kind
-        self._moved_bytes[kind] = {FETCH_STREAM: 0, EVICT_STREAM: 0}
+        self._moved_bytes[kind] = _nothing()
         self._decide(IterationBegins(kind))
 
     def needed(self, chunk: str) -> None:
@@ -92,15 +92,15 @@ class Residency:
     def commit(self, notes: Mapping[str, Any]) -> None:
         """Make all chunks, as they are, what a crash leaves."""
         for chunk in sorted(self._changed):
-            self._write(chunk, release=False)
+            self._report(COMMIT_STREAM, chunk, self.store.write(chunk, self.regions[chunk]))
         self._changed.clear()
         self._leaving.clear()
         with self._wait("commit", 0):
             self.store.commit(notes)
 
     def moved_bytes(self, kind: str) -> dict[str, int]:
-        """What the last iteration of this kind fetched and evicted."""
-        return dict(self._moved_bytes.get(kind, {FETCH_STREAM: 0, EVICT_STREAM: 0}))
+        """What the last iteration of this kind fetched, evicted, and wrote for a commit of what stays near."""
+        return dict(self._moved_bytes.get(kind, _nothing()))
 
     # ---- beside the policy's order
 
@@ -156,7 +156,9 @@ class Residency:
             arriving.result()
         if write_back:
             self._changed.discard(chunk)
-            self._leaving.append(self._write(chunk, release=True))
+            done = self.store.write(chunk, self.regions[chunk], release=True)
+            self._leaving.append(done)
+            self._report(EVICT_STREAM, chunk, done)
         else:
             self.regions[chunk].release()
 
@@ -166,11 +168,6 @@ class Residency:
         done = self.store.read(chunk, self.regions[chunk], after=self._leaving)
         self._arriving[chunk] = done
         self._report(FETCH_STREAM, chunk, done)
-
-    def _write(self, chunk: str, *, release: bool) -> "Future[None]":
-        done = self.store.write(chunk, self.regions[chunk], release=release)
-        self._report(EVICT_STREAM, chunk, done)
-        return done
 
     def _arrive(self, chunk: str) -> None:
         arriving = self._arriving.pop(chunk, None)
@@ -194,6 +191,10 @@ class Residency:
             self._moved(stream, f"{stream} {chunk}", start_ns, now_ns, nbytes)
 
         done.add_done_callback(ended)
+
+
+def _nothing() -> dict[str, int]:
+    return {FETCH_STREAM: 0, EVICT_STREAM: 0, COMMIT_STREAM: 0}
 
 
 def _ended(future: "Future[None]") -> bool:

@@ -1,11 +1,23 @@
-"""Building the native codec: cached, safe for processes that start together, replaceable."""
+"""The native codec: built once, safe for processes that start together, replaceable; and its threads."""
 
 import json
 import os
 import subprocess
 import sys
 
+import torch
+
 import twinbed.kernels.native as native
+from twinbed.kernels import (
+    decode_segments,
+    dequantize_reduce,
+    dequantize_reduce_quantize,
+    encode_segments,
+    encode_with_feedback,
+    quantize_blocks,
+    reduce_quantize_with_feedback,
+)
+from twinbed.kernels.codec import threads_for
 
 # `native` imports no torch, so a process that loads it by its file starts in a moment.
 LOAD = f"""
@@ -122,3 +134,37 @@ def test_without_a_compiler_the_reference_works_and_says_so_once(tmp_path):
     assert total == [3.0] * 4
     (only,) = [text for text in warned if "twinbed.kernels" in text]
     assert "Install a C++ compiler" in only
+
+
+def test_any_number_of_threads_gives_the_same_bytes():
+    """Sizes at which the codec takes several threads, in blocks that no number of threads divides."""
+    segments = (300_000, 1, 333_333)
+    x = torch.randn(3, sum(segments), generator=torch.Generator().manual_seed(0)).bfloat16()
+    options = {"segments": segments, "bits": 4, "block": 36}
+    own = x[0].float()
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3, 7):
+            torch.set_num_threads(count)
+            message = encode_segments(x, **options, order=(2, 0, 1))
+            error, sum_error = torch.zeros_like(x), torch.zeros_like(own)
+            found.append(
+                [
+                    message,
+                    decode_segments(message, **options),
+                    dequantize_reduce(message, own, **options),
+                    dequantize_reduce_quantize(message, own, **options, out_bits=8, out_block=12),
+                    encode_with_feedback(x, error, **options, beta=0.0),
+                    error,
+                    reduce_quantize_with_feedback(message, own, sum_error, **options),
+                    sum_error,
+                    *quantize_blocks(x, bits=8, block=256),
+                ]
+            )
+            assert threads_for(x.nbytes) == count
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        for one, same in zip(found[0], other, strict=True):
+            assert torch.equal(one, same)

@@ -124,7 +124,7 @@ def save(folder: Path, mode: str) -> dict[str, object]:
 def generate(folder: Path, mode: str) -> dict[str, object]:
     store = import_weights(checkpoint(folder), spec(), folder / f"{mode}.weights")
     conf = OffloadConf(name="disk" if mode == "generate_disk" else "none")
-    tokens = Generator(spec(), store, conf).generate(b"a prompt", 12)
+    tokens = Generator(spec(), store, conf).generate(b"a prompt", 8)
     store.close()
     return {"tokens": tokens}
 

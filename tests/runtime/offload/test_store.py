@@ -6,11 +6,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from twinbed.runtime.offload.checksum import checksum
 from twinbed.runtime.offload.data_file import supports_direct
 from twinbed.runtime.offload.header import (
     BLOCK_BYTES,
@@ -26,7 +28,7 @@ from twinbed.runtime.offload.region import Region
 from twinbed.runtime.offload.store import MANIFEST, Store, StoreError, committed_generations
 from twinbed.runtime.offload.transfers import Transfers
 
-LAYOUT = lay_out({"weight": (torch.float32, (1000, 1500)), "bias": (torch.float32, (1000,))})  # two chunks
+LAYOUT = lay_out({"weight": (torch.float32, (1000, 2500)), "bias": (torch.float32, (1000,))})  # two chunks
 LAYOUTS = {"a": LAYOUT, "b/c": lay_out({"x": (torch.bfloat16, (3,)), "n": (torch.int64, (5, 1))})}
 IDENTITY = {"model": "m", "ranks": 2}
 
@@ -266,7 +268,7 @@ def test_a_disk_that_is_full_while_writing_is_one_clear_error(tmp_path):
 def test_a_disk_too_small_is_refused_before_anything_is_written(small_disk):
     folder = small_disk(8 << 20) / "s"
     with pytest.raises(
-        StoreError, match=r"the disk is too small: 12,\d{3},\d{3} bytes are needed, [\d,]+ are free"
+        StoreError, match=r"the disk is too small: 20,\d{3},\d{3} bytes are needed, [\d,]+ are free"
     ):
         Store.create(folder, LAYOUTS, IDENTITY)
     assert list(folder.iterdir()) == []
@@ -345,3 +347,26 @@ def test_a_transfer_begins_after_those_it_waits_for():
     second.result(timeout=5)
     assert order == ["first", "second"]
     transfers.close()
+
+
+@given(
+    length=st.integers(1, 300_000),
+    seed=st.integers(0, 99),
+    at=st.floats(0, 1, exclude_max=True),
+    bit=st.integers(0, 7),
+)
+@settings(deadline=None, max_examples=80)
+def test_a_checksum_sees_every_flipped_bit(length, seed, at, bit):
+    data = bytearray(np.random.default_rng(seed).bytes(length))
+    before = checksum(memoryview(data))
+    data[int(at * length)] ^= 1 << bit
+    assert checksum(memoryview(data)) != before
+
+
+def test_a_checksum_sees_blocks_that_changed_places_and_zeros():
+    data = np.random.default_rng(0).bytes(1 << 20)
+    block = 1 << 16
+    swapped = data[block : 2 * block] + data[:block] + data[2 * block :]
+    zeroed = bytes(block) + data[block:]
+    found = {checksum(memoryview(d)) for d in (data, swapped, zeroed, data[:-1])}
+    assert len(found) == 4

@@ -1,0 +1,49 @@
+"""`make gpu-check` on a machine without a GPU: one clear line, and a rehearsal of the same code on the CPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
+
+
+def run(*arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_in_one_line():
+    done = run(timeout=60)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("gpu-check needs a CUDA GPU")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_the_rehearsal_passes_all_checks_and_says_what_one_gpu_cannot_show():
+    done = run("--rehearse", timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert "FAILED" not in done.stdout
+    assert "0 of the checks failed" in done.stdout
+    assert "One GPU cannot show: NCCL between GPUs and between nodes" in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(480)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_all_checks_pass_on_a_gpu():
+    done = run(timeout=480)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
