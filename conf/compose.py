@@ -3,7 +3,7 @@
 import importlib.util
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -16,17 +16,12 @@ from .hf import read_hf_config
 from .hints import hint
 from .model_spec import ModelSpec, spec_from_keys
 from .schema import (
-    Backend,
-    DeepSpeedConf,
     Engine,
     ExperimentConf,
-    GradientPath,
-    HpzLifetime,
-    Launch,
-    Precision,
     Recompute,
     Target,
 )
+from .without_effect import without_effect
 
 CONFIG_PATH = "pkg://twinbed.conf"
 CONFIG_NAME = "config"
@@ -281,103 +276,11 @@ def _check(experiment: ExperimentConf, spec: ModelSpec, warnings: list[str]) -> 
         )
     if experiment.data.path is not None and experiment.data.name != "text":
         raise ValueError(f"data.path={experiment.data.path!r} has no effect with data={experiment.data.name}")
-    warnings += _without_effect(experiment)
+    warnings += without_effect(experiment)
     if experiment.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("train.tensorboard=true needs the package tensorboard: pip install tensorboard")
     if experiment.target is not Target.sim:
         _check_runtime(experiment, spec)
-
-
-def _without_effect(experiment: ExperimentConf) -> list[str]:
-    """Keys that were set, and that nothing reads in this experiment."""
-    comm, train, optimizer = experiment.comm, experiment.train, experiment.optimizer
-    family = comm.policy is None
-    adamw = optimizer.name == "adamw"
-    target = experiment.target
-    qgz = "comm.zero_quantized_gradients=true"
-    readers: list[tuple[str, object, object, bool, str]] = [
-        (
-            "comm.weight_bits",
-            comm.weight_bits,
-            8,
-            comm.zero_quantized_weights,
-            "comm.zero_quantized_weights=true",
-        ),
-        (
-            "comm.weight_block",
-            comm.weight_block,
-            2048,
-            comm.zero_quantized_weights,
-            "comm.zero_quantized_weights=true",
-        ),
-        *(
-            (f"comm.{key}", getattr(comm, key), default, comm.zero_quantized_gradients, qgz)
-            for key, default in (
-                ("gradient_path", GradientPath.two_hop),
-                ("gradient_bits", [4, 4]),
-                ("gradient_block", 256),
-            )
-        ),
-        (
-            "comm.hpz_lifetime",
-            comm.hpz_lifetime,
-            HpzLifetime.micro_batch,
-            comm.zero_hpz_partition_size != 1,
-            "hpZ",
-        ),
-        (
-            "comm.quantize_node_copy",
-            comm.quantize_node_copy,
-            False,
-            comm.zero_quantized_weights and comm.zero_hpz_partition_size != 1,
-            "qwZ and hpZ",
-        ),
-        ("comm.zero_quantized_weights", comm.zero_quantized_weights, False, family, "comm.policy=null"),
-        ("comm.zero_quantized_gradients", comm.zero_quantized_gradients, False, family, "comm.policy=null"),
-        (
-            "comm.overlap",
-            comm.overlap,
-            False,
-            experiment.cluster.backend is Backend.gloo,
-            "cluster.backend=gloo",
-        ),
-        ("optimizer.momentum", optimizer.momentum, 0.0, not adamw, "optimizer=sgd"),
-        ("train.loss_scale", train.loss_scale, 0.0, experiment.precision is Precision.fp16, "precision=fp16"),
-        (
-            "train.lr_min_fraction",
-            train.lr_min_fraction,
-            0.1,
-            train.lr_schedule != "constant",
-            "train.lr_schedule",
-        ),
-        ("train.eval_batches", train.eval_batches, 4, train.eval_every > 0, "train.eval_every"),
-        *(
-            (
-                f"deepspeed.{key.name}",
-                getattr(experiment.deepspeed, key.name),
-                key.default,
-                experiment.engine in (Engine.deepspeed, Engine.deepspeed_2023),
-                "engine=deepspeed or deepspeed_2023",
-            )
-            for key in fields(DeepSpeedConf)
-        ),
-        ("launch", experiment.launch, Launch.local, target is not Target.sim, "target=runtime or both"),
-        *(
-            (
-                f"kernels.{key}",
-                getattr(experiment.kernels, key),
-                None,
-                target is not Target.runtime,
-                "target=sim or both",
-            )
-            for key in ("attention", "fusion", "dropout")
-        ),
-    ]
-    return [
-        f"{key}={value.value if isinstance(value, Enum) else value} has no effect without {needs}"
-        for key, value, default, read, needs in readers
-        if value != default and not read
-    ]
 
 
 def _absolute(experiment: ExperimentConf) -> None:

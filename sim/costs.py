@@ -1,5 +1,6 @@
 """How long local work takes on one rank: from a probe where it measured, else from the device's roofline."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -271,15 +272,23 @@ class Costs:
 
 
 def with_value(cluster: ClusterConf, key: str, value: Any) -> ClusterConf:
-    """`cluster` with one key changed, such as "device.launch_ns".
+    """`cluster` with one key changed, such as "device.launch_ns" or "parts.0.device.launch_ns".
 
     Raises:
         ValueError: If there is no such key.
     """
-    part, _, name = key.rpartition(".")
-    target = getattr(cluster, part, None) if part else cluster
-    if target is None or not hasattr(target, name):
-        raise ValueError(f"cluster.guesses has {key!r}, which is no key of a cluster")
-    changed: Any = replace(target, **{name: value})
-    parts: dict[str, Any] = {part: changed}
-    return replace(cluster, **parts) if part else changed
+    try:
+        changed: ClusterConf = _changed(cluster, key.split("."), value)
+    except (AttributeError, IndexError, ValueError) as err:
+        raise ValueError(f"cluster.guesses has {key!r}, which is no key of a cluster") from err
+    return changed
+
+
+def _changed(conf: Any, names: Sequence[str], value: Any) -> Any:
+    name, *rest = names
+    if isinstance(conf, list):
+        inner = conf[int(name)]
+        return [_changed(each, rest, value) if each is inner else each for each in conf]
+    found = getattr(conf, name)
+    fields: dict[str, Any] = {name: _changed(found, rest, value) if rest else value}
+    return replace(conf, **fields)
