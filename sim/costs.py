@@ -5,6 +5,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..conf.model_flop import recompute_flop
 from ..conf.model_spec import ModelSpec, num_parameters
 from ..conf.schema import ClusterConf, ExperimentConf, Precision, Recompute
@@ -128,8 +130,27 @@ class Costs:
         device = self.cluster.device
         return self.engine_copies and (device.busy_slowdown > 1 or device.collective_sms > 0)
 
-    def op_ns(self, op: str, axis: str) -> int:
-        return self.cluster.host.op_ns.get(f"{op}/{axis}", 0)
+    def op_ns(self, op: str, axis: str, message_bytes: int) -> int:
+        """The fixed cost of one collective: between two measured sizes on a line, beyond them as at the nearest."""
+        key = f"{op}/{axis}"
+        points = self._op_points.get(key)
+        if points is None:
+            return self.cluster.host.op_ns.get(key, 0)
+        sizes, costs_ns = points
+        return round(float(np.interp(message_bytes, sizes, costs_ns)))
+
+    @cached_property
+    def _op_points(self) -> dict[str, tuple[list[int], list[int]]]:
+        """Sizes and fixed costs by "op/axis", of the keys of `host.op_ns` that name a size."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for key, cost_ns in self.cluster.host.op_ns.items():
+            kind, _, size = key.rpartition("/")
+            if size.isdigit():
+                found.setdefault(kind, []).append((int(size), cost_ns))
+        return {
+            kind: ([size for size, _ in sorted(points)], [cost for _, cost in sorted(points)])
+            for kind, points in found.items()
+        }
 
     @cached_property
     def engine_copies(self) -> bool:

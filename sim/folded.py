@@ -121,7 +121,7 @@ class Folded:
     def stages(self, transfer: Transfer, of_class: int = 0) -> tuple[Stage, ...]:
         """What `transfer` comes to in the groups of one class."""
         costs = self._machine.costs
-        fixed_ns = costs.op_ns(transfer.op, transfer.axis) + self._launch_ns
+        fixed_ns = costs.op_ns(transfer.op, transfer.axis, transfer.message_bytes) + self._launch_ns
         if self._nccl is None:
             first, *others = self._gloo.stages(transfer, of_class)
             return (Stage(first.latency_ns + fixed_ns, first.flows), *others)
@@ -166,7 +166,9 @@ class Folded:
         known = self._ends.get(key)
         if known is None:
             peer = peer_of(self._mesh.group(transfer.axis, rank), rank, transfer)
-            fixed_ns = self._launch_ns + self._machine.costs.op_ns(transfer.op, transfer.axis)
+            fixed_ns = self._launch_ns + self._machine.costs.op_ns(
+                transfer.op, transfer.axis, transfer.message_bytes
+            )
             fixed_ns += self._machine.topology.latency_ns(rank, peer)
             route: Route = ()
             if transfer.op == "send":

@@ -180,9 +180,10 @@ class HostConf:
 
     cores: int = 0  # cores that the ranks of one host share; 0: each rank has its own device
     all_nodes: bool = False  # one machine hosts all nodes: all ranks share its cores
-    op_ns: dict[str, int] = field(default_factory=dict)  # fixed cost of one collective: "all_gather/world"
-    # a whole small collective, by kind and message bytes: "all_gather/world/512"; the simulator takes off what the
-    # network needs and has op_ns
+    # fixed cost of one collective: "all_gather/world", or by message bytes: "all_gather/world/512"
+    op_ns: dict[str, int] = field(default_factory=dict)
+    # a whole collective, by kind and message bytes: "all_gather/world/512"; the simulator takes off what the network
+    # needs and has op_ns
     op_measured_ns: dict[str, int] = field(default_factory=dict)
     codec_ns: dict[str, int] = field(default_factory=dict)  # fixed cost of one codec call: "encode8"
     codec_ns_per_element: dict[str, float] = field(default_factory=dict)  # "encode8", "decode4", ...
