@@ -252,7 +252,8 @@ def _rates(run: Run, costs: Costs, mean_s: float | None) -> dict[str, Any]:
 
 def _mean(cluster: ClusterConf, name: str) -> float:
     """Of a key of the devices, over all ranks."""
-    return sum(getattr(device, name) * count for _, device, count in cluster.kinds) / cluster.num_ranks
+    total: float = sum(getattr(device, name) * count for _, device, count in cluster.kinds)
+    return total / cluster.num_ranks
 
 
 def _fitted_constants(cluster: ClusterConf) -> list[dict[str, Any]]:
