@@ -102,7 +102,10 @@ def test_global_sequences_give_the_accumulation() -> None:
             "parallel.pipeline_schedule=gpipe has no effect without engine=",
         ),
         (["goodput.checkpoint_s=5"], "goodput.checkpoint_s=5.0 has no effect without goodput.node_mtbf_h"),
-        (["cluster.device.price_per_hour=2"], "price_per_hour=2.0 has no effect without train.tokens"),
+        (
+            ["cluster.device.price_per_hour=2"],
+            "cluster.device.price_per_hour=2.0 has no effect without train.tokens",
+        ),
     ],
 )
 def test_keys_without_effect_are_said(overrides: list[str], message: str) -> None:
