@@ -3,7 +3,7 @@
 import importlib.util
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -17,20 +17,12 @@ from .hints import hint
 from .model_spec import ModelSpec, spec_from_keys
 from .offload_check import check_offload
 from .schema import (
-    Backend,
-    DeepSpeedConf,
     Engine,
     ExperimentConf,
-    GradientPath,
-    HpzLifetime,
-    LambCorrection,
-    Launch,
-    MomentumOrder,
-    OptimizerConf,
-    Precision,
     Recompute,
     Target,
 )
+from .without_effect import without_effect
 
 CONFIG_PATH = "pkg://twinbed.conf"
 CONFIG_NAME = "config"
@@ -288,127 +280,12 @@ def _check(experiment: ExperimentConf, spec: ModelSpec, warnings: list[str]) -> 
         )
     if experiment.data.path is not None and experiment.data.name != "text":
         raise ValueError(f"data.path={experiment.data.path!r} has no effect with data={experiment.data.name}")
-    warnings += _without_effect(experiment)
+    warnings += without_effect(experiment)
     warnings += check_offload(experiment)
     if experiment.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("train.tensorboard=true needs the package tensorboard: pip install tensorboard")
     if experiment.target is not Target.sim:
         _check_runtime(experiment, spec)
-
-
-def _without_effect(experiment: ExperimentConf) -> list[str]:
-    """Keys that were set, and that nothing reads in this experiment."""
-    comm, train, optimizer = experiment.comm, experiment.train, experiment.optimizer
-    family = comm.policy is None
-    target = experiment.target
-    qgz = "comm.zero_quantized_gradients=true"
-    readers: list[tuple[str, object, object, bool, str]] = [
-        (
-            "comm.weight_bits",
-            comm.weight_bits,
-            8,
-            comm.zero_quantized_weights,
-            "comm.zero_quantized_weights=true",
-        ),
-        (
-            "comm.weight_block",
-            comm.weight_block,
-            2048,
-            comm.zero_quantized_weights,
-            "comm.zero_quantized_weights=true",
-        ),
-        *(
-            (f"comm.{key}", getattr(comm, key), default, comm.zero_quantized_gradients, qgz)
-            for key, default in (
-                ("gradient_path", GradientPath.two_hop),
-                ("gradient_bits", [4, 4]),
-                ("gradient_block", 256),
-            )
-        ),
-        (
-            "comm.hpz_lifetime",
-            comm.hpz_lifetime,
-            HpzLifetime.micro_batch,
-            comm.zero_hpz_partition_size != 1,
-            "hpZ",
-        ),
-        (
-            "comm.quantize_node_copy",
-            comm.quantize_node_copy,
-            False,
-            comm.zero_quantized_weights and comm.zero_hpz_partition_size != 1,
-            "qwZ and hpZ",
-        ),
-        ("comm.zero_quantized_weights", comm.zero_quantized_weights, False, family, "comm.policy=null"),
-        ("comm.zero_quantized_gradients", comm.zero_quantized_gradients, False, family, "comm.policy=null"),
-        (
-            "comm.overlap",
-            comm.overlap,
-            False,
-            experiment.cluster.backend is Backend.gloo,
-            "cluster.backend=gloo",
-        ),
-        *_optimizer_readers(optimizer),
-        ("train.loss_scale", train.loss_scale, 0.0, experiment.precision is Precision.fp16, "precision=fp16"),
-        (
-            "train.lr_min_fraction",
-            train.lr_min_fraction,
-            0.1,
-            train.lr_schedule != "constant",
-            "train.lr_schedule",
-        ),
-        ("train.eval_batches", train.eval_batches, 4, train.eval_every > 0, "train.eval_every"),
-        *(
-            (
-                f"deepspeed.{key.name}",
-                getattr(experiment.deepspeed, key.name),
-                key.default,
-                experiment.engine in (Engine.deepspeed, Engine.deepspeed_2023),
-                "engine=deepspeed or deepspeed_2023",
-            )
-            for key in fields(DeepSpeedConf)
-        ),
-        ("launch", experiment.launch, Launch.local, target is not Target.sim, "target=runtime or both"),
-        *(
-            (
-                f"kernels.{key}",
-                getattr(experiment.kernels, key),
-                None,
-                target is not Target.runtime,
-                "target=sim or both",
-            )
-            for key in ("attention", "fusion", "dropout")
-        ),
-    ]
-    return [
-        f"{key}={value.value if isinstance(value, Enum) else value} has no effect without {needs}"
-        for key, value, default, read, needs in readers
-        if value != default and not read
-    ]
-
-
-def _optimizer_readers(optimizer: OptimizerConf) -> Iterable[tuple[str, object, object, bool, str]]:
-    """Keys of `optimizer` that only some optimizers read, as `_without_effect` has them."""
-    lamb: tuple[tuple[str, ...], str] = (("lamb",), "optimizer=lamb")
-    lars: tuple[tuple[str, ...], str] = (("lars",), "optimizer=lars")
-    both: tuple[tuple[str, ...], str] = (("lamb", "lars"), "optimizer=lamb or lars")
-    readers = {
-        "momentum": (("sgd", "lars"), "optimizer=sgd or lars"),
-        **dict.fromkeys(("bias_correction", "max_norm", "min_norm", "decay_in_ratio"), lamb),
-        **dict.fromkeys(("eeta", "clip"), lars),
-        **dict.fromkeys(("max_coeff", "min_coeff", "exclude_1d"), both),
-    }
-    for key in fields(OptimizerConf):
-        if key.name in readers:
-            names, needs = readers[key.name]
-            read = optimizer.name in names
-            yield f"optimizer.{key.name}", getattr(optimizer, key.name), key.default, read, needs
-    corrects = optimizer.name == "lamb" and optimizer.bias_correction
-    needs = "optimizer=lamb and optimizer.bias_correction"
-    yield "optimizer.correction", optimizer.correction, LambCorrection.moments, corrects, needs
-    sums = optimizer.name == "lars" and optimizer.momentum > 0
-    needs = "optimizer=lars and optimizer.momentum"
-    yield "optimizer.momentum_order", optimizer.momentum_order, MomentumOrder.after_rate, sums, needs
 
 
 def _absolute(experiment: ExperimentConf) -> None:

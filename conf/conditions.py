@@ -31,9 +31,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Mtbf:
-    """Ranks fail at random, each after `mtbf_s` on average."""
+    """Ranks fail at random, each after `mtbf_s` on average, and the links of a node after `link_mtbf_s`."""
 
-    mtbf_s: float
+    mtbf_s: float | None
+    link_mtbf_s: float | None = None
 
 
 def rank_slowdowns(given: Any, num_ranks: int) -> tuple[Slowdown, ...]:
@@ -64,8 +65,12 @@ def failures(given: Any, *, num_ranks: int, nodes: int) -> tuple[Failure, ...] |
     """
     key = "cluster.failures"
     if isinstance(given, Mapping):
-        _only(given, ("mtbf_s",), key)
-        return Mtbf(_number(given.get("mtbf_s"), f"{key}.mtbf_s", above=0.0))
+        kinds = ("mtbf_s", "link_mtbf_s")
+        _only(given, kinds, key)
+        if not given:
+            raise ValueError(f"{key}={{}}: must name one of {list(kinds)}")
+        means = (_number(given[k], f"{key}.{k}", above=0.0) if k in given else None for k in kinds)
+        return Mtbf(*means)
     found = []
     for i, entry in enumerate(_entries(given, key)):
         name = f"{key}[{i}]"

@@ -55,7 +55,6 @@ _SAID = {
     "comm.parameter_server": "gradients to rank 0 and weights back (`comm=ps`)",
     "comm.weight_bits": "qwZ: 2, 4, 6 or 8",
     "comm.weight_block": "qwZ: elements that share a scale; 0: one scale for a whole tensor",
-    "comm.hpz_lifetime": "hpZ: how long the node copy of the weights is good",
     "comm.gradient_path": "qgZ: how quantized gradients are summed",
     "data.validation_fraction": "share of the text that is kept for validation",
     "optimizer.lr": "peak learning rate",

@@ -86,7 +86,8 @@ def cluster_with(
         "op_ns": {},
         "op_measured_ns": {
             f"{op}/{axis}/{row.message_bytes}": round(row.seconds * 1e9)
-            for (op, axis), row in ops.small.items()
+            for sizes in (ops.small, ops.large)
+            for (op, axis), row in sizes.items()
         },
         "codec_ns": {kind: round(found["fixed_ns"]) for kind, found in codec.items()},
         "codec_ns_per_element": {kind: found["ns_per_element"] for kind, found in codec.items()},

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 from ..conf.compose import load_experiment, model_spec
 from ..conf.model_spec import ModelSpec
-from ..conf.schema import ClusterConf, ExperimentConf, OffloadKind, Recompute
+from ..conf.schema import ExperimentConf, OffloadKind, Recompute
 from ..policies.comm import build_comm
 from ..policies.mesh import Mesh
 from ..policies.offload import Kind
@@ -25,11 +24,10 @@ from .checkpoint import (
     prepare_optimizer_state,
     save_checkpoint,
 )
-from .collectives import Collectives, backend_of, build_collectives
+from .collectives import backend_of, build_collectives
 from .data import Batches, Tokens
 from .dispatch import activate
 from .failure import ElsewhereError
-from .gradients import clip_factor
 from .interfaces import InterfaceBytes, read_interface
 from .interpreter import Interpreter
 from .laps import Laps
@@ -46,7 +44,6 @@ from .optim.build import build_optimizer
 from .optim.trust import TrustRatioOptimizer
 from .outcome import RankReport, clock_name, decision_digest, write_outcome
 from .sharded_engine import ShardedEngine
-from .silent import Silent, Way
 from .worker import WorkerContext
 from .wrap import CommEngine, wrap_model
 
@@ -77,7 +74,8 @@ class Trainer:
     Args:
         experiment: Its cluster must be the ranks that run.
         context: This rank.
-        communicate: False: plans are carried out by collectives that move no bytes, and nothing is offloaded.
+        overlap: False: no communication thread, whatever `comm.overlap` says.
+        offload: False: nothing lies on disk, whatever `offload` says.
         folder: Of the run, for what is offloaded to disk where offload.path does not say.
     """
 
@@ -86,11 +84,11 @@ class Trainer:
         experiment: ExperimentConf,
         context: WorkerContext,
         *,
-        communicate: bool = True,
+        overlap: bool = True,
+        offload: bool = True,
         folder: Path | None = None,
     ) -> None:
         self.experiment, self.context = experiment, context
-        self._communicate = communicate
         self.spec: ModelSpec = model_spec(experiment)
         batch = experiment.batch
         self.sequence = batch.sequence or self.spec.sequence
@@ -119,18 +117,14 @@ class Trainer:
         mesh = Mesh(context.num_ranks, context.ranks_per_node, policy.hpz_size)
         self.ledger = Ledger(rank=context.rank, mesh=mesh)
         activate(self.ledger)
-        collectives: Collectives = (
-            build_collectives(backend_of(context.device))
-            if communicate
-            else Silent(mesh, context.rank, _way(experiment.cluster))
-        )
+        collectives = build_collectives(backend_of(context.device))
         self.engine: CommEngine = wrap_model(
             model,
             policy=policy,
             interpreter=Interpreter(context.groups(mesh), self.ledger, collectives),
             precision=experiment.precision,
             device=context.device,
-            overlap=experiment.comm.overlap and communicate,
+            overlap=experiment.comm.overlap and overlap,
             micro_batches=batch.accumulation,
             host_memory=host_memory(experiment.offload),
         )
@@ -138,7 +132,7 @@ class Trainer:
             experiment.optimizer, list(self.engine.parameters()), all_reduce=self._sum_norms
         )
         self.offload: DiskOffload | None = None
-        if experiment.offload.name == "disk" and communicate:
+        if experiment.offload.name == "disk" and offload:
             self.offload = self._to_disk(folder)
         else:
             prepare_optimizer_state(self.optimizer)
@@ -186,14 +180,12 @@ class Trainer:
         """One optimizer step; raises if gradients are not finite where no loss scale can help."""
         accumulation = self.experiment.batch.accumulation
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
-        rate = 0.0  # without communication gradients mean nothing
-        if self._communicate:
-            rate = learning_rate(
-                step,
-                peak=self.experiment.optimizer.lr,
-                steps=self.experiment.steps,
-                conf=self.experiment.train,
-            )
+        rate = learning_rate(
+            step,
+            peak=self.experiment.optimizer.lr,
+            steps=self.experiment.steps,
+            conf=self.experiment.train,
+        )
         losses: list[torch.Tensor] = []
         start_ns = self.laps.start()
         if self.offload is not None:
@@ -270,7 +262,7 @@ class Trainer:
             gradients = [_local(p.grad) for p in self.engine.parameters() if p.grad is not None]
             if gradients:
                 torch._foreach_mul_(gradients, 1 / scale)
-            norm = self._clip(clipping or math.inf)
+            norm = self.engine.clip_gradients(clipping or math.inf)
             overflow = norm is not None and not math.isfinite(norm)
             self.loss_scale.update(overflow=overflow)
             if overflow:
@@ -278,8 +270,8 @@ class Trainer:
                     self.optimizer.skip_step()
                 return norm, True
         else:
-            norm = self._clip(clipping) if clipping else None
-            if self._communicate and (norm is None or not math.isfinite(norm)):
+            norm = self.engine.clip_gradients(clipping) if clipping else None
+            if norm is None or not math.isfinite(norm):
                 self.engine.check_finite()  # names the parameter, if it is this rank's
                 if norm is not None:
                     raise ElsewhereError(f"the gradient norm is {norm}; the parameter is on another rank")
@@ -292,20 +284,9 @@ class Trainer:
                 self.optimizer.step()
         return norm, False
 
-    def _clip(self, max_norm: float) -> float | None:
-        if not self._communicate:
-            gradients = [_local(p.grad) for p in self.engine.parameters() if p.grad is not None]
-            if not gradients:
-                return None
-            norm = float(get_total_norm(gradients))  # of this rank's part: that of a DTensor is an all-reduce
-            torch._foreach_mul_(gradients, clip_factor(norm, max_norm))
-            return norm
-        return self.engine.clip_gradients(max_norm)
-
     def _sum_norms(self, norms: torch.Tensor, group: dist.ProcessGroup) -> None:
-        if self._communicate:
-            with self.ledger.span(LIBRARY_STREAM, "all_reduce of norms"):
-                dist.all_reduce(norms, group=group)
+        with self.ledger.span(LIBRARY_STREAM, "all_reduce of norms"):
+            dist.all_reduce(norms, group=group)
 
     def _save(self, folder: Path, step: int) -> None:
         with self.offload.saving() if self.offload is not None else nullcontext() as planner:
@@ -417,9 +398,3 @@ class Trainer:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _way(cluster: ClusterConf) -> Way | None:
-    if not cluster.shaped:
-        return None
-    return Way(cluster.inter_node.node_Bps, cluster.inter_node.latency_ns / 1e9)

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from ..conf.schema import Backend, Precision
 from ..policies.comm import CommPolicy, GradientsReady, Placement
 from ..policies.mesh import Mesh
-from .collectives import Collectives, backend_of, build_collectives
+from .collectives import backend_of, build_collectives
 from .dispatch import activate
 from .groups import Groups
 from .interpreter import Interpreter
@@ -104,18 +104,13 @@ class CommEngine(Protocol):
         ...
 
 
-def build_interpreter(
-    mesh: Mesh, ledger: Ledger, *, device: torch.device, collectives: Collectives | None = None
-) -> Interpreter:
+def build_interpreter(mesh: Mesh, ledger: Ledger, *, device: torch.device) -> Interpreter:
     """The interpreter of this rank; to be called on all ranks at once, with the default group initialised.
 
     The ledger is made the one that is told of collectives.
-
-    Args:
-        collectives: Those of the device's library by default.
     """
     activate(ledger)
-    return Interpreter(Groups(mesh), ledger, collectives or build_collectives(backend_of(device)))
+    return Interpreter(Groups(mesh), ledger, build_collectives(backend_of(device)))
 
 
 def wrap_model(

@@ -108,7 +108,9 @@ class PerStep:
         if transfer.op in ("send", "recv"):
             yield from self._message(rank, peer_of(group, rank, transfer), transfer, tag)
             return
-        fixed_ns = self._machine.costs.op_ns(transfer.op, transfer.axis) + self._launch_ns
+        fixed_ns = (
+            self._machine.costs.op_ns(transfer.op, transfer.axis, transfer.message_bytes) + self._launch_ns
+        )
         if fixed_ns:
             yield self._machine.env.timeout(fixed_ns)
         if self._nccl is not None:
@@ -137,7 +139,10 @@ class PerStep:
         sends = transfer.op == "send"
         source, target = (rank, peer) if sends else (peer, rank)
         if sends:
-            fixed_ns = self._machine.costs.op_ns(transfer.op, transfer.axis) + self._launch_ns
+            fixed_ns = (
+                self._machine.costs.op_ns(transfer.op, transfer.axis, transfer.message_bytes)
+                + self._launch_ns
+            )
             if fixed_ns:
                 yield self._machine.env.timeout(fixed_ns)
         if self._nccl is None:

@@ -37,8 +37,13 @@ class Conditions:
         if isinstance(given, Mtbf):
             random = np.random.default_rng(seed)
             # the first of independent exponential times; the run ends with it
-            at_s = random.exponential(given.mtbf_s / cluster.num_ranks)
-            self.dies_ns[int(random.integers(cluster.num_ranks))] = round(at_s * 1e9)
+            for mean_s, num_places, times_ns in (
+                (given.mtbf_s, cluster.num_ranks, self.dies_ns),
+                (given.link_mtbf_s, cluster.nodes, self.cut_ns),
+            ):
+                if mean_s is not None:
+                    at_s = random.exponential(mean_s / num_places)
+                    times_ns[int(random.integers(num_places))] = round(at_s * 1e9)
         else:
             for failure in reversed(given):  # the earliest of one place counts
                 if failure.rank is not None:

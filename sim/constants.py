@@ -20,8 +20,9 @@ WHOLE = ("all_reduce", "reduce", "broadcast")  # their message is the whole tens
 def with_fixed_costs(experiment: ExperimentConf, spec: ModelSpec, policy: CommPolicy) -> ExperimentConf:
     """The experiment with `host.op_ns` from `host.op_measured_ns`; unchanged if there is nothing to do.
 
-    A probe's small collective takes its fixed cost and, on the simulated network, its latencies; the fixed
-    cost is the difference, so that the simulator repeats the probe exactly. Nothing here has seen the run.
+    A probe's collective takes what the simulated network needs, and its fixed cost, which is the difference: so the
+    simulator repeats the probe, unless its network alone takes longer. Two sizes, because in a long collective the
+    ranks' own work for one message hides behind another's way. Nothing here has seen the run.
     """
     host = experiment.cluster.host
     if host.op_ns or not host.op_measured_ns:
@@ -31,7 +32,7 @@ def with_fixed_costs(experiment: ExperimentConf, spec: ModelSpec, policy: CommPo
     for key, measured_ns in host.op_measured_ns.items():
         op, axis, message = key.split("/")
         network_ns = collective_ns(bare, spec, policy, op=op, axis=axis, message_bytes=int(message))
-        op_ns[f"{op}/{axis}"] = max(0, measured_ns - network_ns)
+        op_ns[key] = max(0, measured_ns - network_ns)
     return replace(experiment, cluster=replace(experiment.cluster, host=replace(host, op_ns=op_ns)))
 
 

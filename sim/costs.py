@@ -1,8 +1,11 @@
 """How long local work takes on one rank: from a probe where it measured, else from the device's roofline."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ..conf.model_flop import recompute_flop
 from ..conf.model_spec import ModelSpec, num_parameters
@@ -125,8 +128,27 @@ class Costs:
         device = self.cluster.device
         return self.engine_copies and (device.busy_slowdown > 1 or device.collective_sms > 0)
 
-    def op_ns(self, op: str, axis: str) -> int:
-        return self.cluster.host.op_ns.get(f"{op}/{axis}", 0)
+    def op_ns(self, op: str, axis: str, message_bytes: int) -> int:
+        """The fixed cost of one collective: between two measured sizes on a line, beyond them as at the nearest."""
+        key = f"{op}/{axis}"
+        points = self._op_points.get(key)
+        if points is None:
+            return self.cluster.host.op_ns.get(key, 0)
+        sizes, costs_ns = points
+        return round(float(np.interp(message_bytes, sizes, costs_ns)))
+
+    @cached_property
+    def _op_points(self) -> dict[str, tuple[list[int], list[int]]]:
+        """Sizes and fixed costs by "op/axis", of the keys of `host.op_ns` that name a size."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for key, cost_ns in self.cluster.host.op_ns.items():
+            kind, _, size = key.rpartition("/")
+            if size.isdigit():
+                found.setdefault(kind, []).append((int(size), cost_ns))
+        return {
+            kind: ([size for size, _ in sorted(points)], [cost for _, cost in sorted(points)])
+            for kind, points in found.items()
+        }
 
     @cached_property
     def engine_copies(self) -> bool:
@@ -271,15 +293,23 @@ class Costs:
 
 
 def with_value(cluster: ClusterConf, key: str, value: Any) -> ClusterConf:
-    """`cluster` with one key changed, such as "device.launch_ns".
+    """`cluster` with one key changed, such as "device.launch_ns" or "parts.0.device.launch_ns".
 
     Raises:
         ValueError: If there is no such key.
     """
-    part, _, name = key.rpartition(".")
-    target = getattr(cluster, part, None) if part else cluster
-    if target is None or not hasattr(target, name):
-        raise ValueError(f"cluster.guesses has {key!r}, which is no key of a cluster")
-    changed: Any = replace(target, **{name: value})
-    parts: dict[str, Any] = {part: changed}
-    return replace(cluster, **parts) if part else changed
+    try:
+        changed: ClusterConf = _changed(cluster, key.split("."), value)
+    except (AttributeError, IndexError, ValueError) as err:
+        raise ValueError(f"cluster.guesses has {key!r}, which is no key of a cluster") from err
+    return changed
+
+
+def _changed(conf: Any, names: Sequence[str], value: Any) -> Any:
+    name, *rest = names
+    if isinstance(conf, list):
+        inner = conf[int(name)]
+        return [_changed(each, rest, value) if each is inner else each for each in conf]
+    found = getattr(conf, name)
+    fields: dict[str, Any] = {name: _changed(found, rest, value) if rest else value}
+    return replace(conf, **fields)

@@ -15,27 +15,28 @@ INTER_NODE_J_PER_BYTE = 39.0 / 25e9
 
 
 def energy_j(
-    device: DeviceConf,
+    devices: Sequence[DeviceConf],
     *,
     seconds: float,
     ranks: Sequence[Mapping[str, Any]],
     intra_node_bytes: float,
     inter_node_bytes: float,
 ) -> float | None:
-    """One iteration of all ranks; None where `device.power_w` is not known.
+    """One iteration of all ranks; None where the `power_w` of a device is not known.
 
     A device draws `power_w` while it computes or quantizes and `idle_w` the rest of the time; what its memory
     takes is in there.
 
     Args:
+        devices: Of each class of `ranks`.
         ranks: Of the record: seconds of `compute` and `quantize` of each class, and its `count`.
         intra_node_bytes: Sent by all ranks together, within nodes.
         inter_node_bytes: Between nodes.
     """
-    if device.power_w is None:
-        return None
     joule = intra_node_bytes * INTRA_NODE_J_PER_BYTE + inter_node_bytes * INTER_NODE_J_PER_BYTE
-    for rank in ranks:
+    for device, rank in zip(devices, ranks, strict=True):
+        if device.power_w is None:
+            return None
         busy_s = min(seconds, rank["compute"] + rank["quantize"])
         joule += rank.get("count", 1) * (device.power_w * busy_s + device.idle_w * (seconds - busy_s))
     return joule

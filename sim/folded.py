@@ -68,6 +68,7 @@ class Folded:
         self._letters = Letters(machine.env, self._send)
         self._class_of = {rank: number for number, rank in enumerate(self._fold.ranks)}
         self._ends: dict[tuple[int, str, str, int], tuple[int, int, Route]] = {}
+        self._cut_ns = conditions.cut_ns
         self._dies_ns = {
             self._class_of[rank]: at for rank, at in conditions.dies_ns.items() if rank in self._class_of
         }
@@ -103,18 +104,24 @@ class Folded:
     def missing(self) -> list[tuple[int, int]]:
         """(A waiting rank, a rank that it waits for) of all open collectives and receipts."""
         ranks = self._fold.ranks
-        return [
-            (ranks[here], ranks[there])
-            for meeting in self._open.values()
-            for there in meeting.classes
-            if there not in meeting.come
-            for here in meeting.come
-        ] + self._letters.missing()
+        found = self._letters.missing()
+        for meeting in self._open.values():
+            absent = [c for c in meeting.classes if c not in meeting.come] or self._cut_off(meeting)
+            found += [
+                (ranks[here], ranks[there]) for there in absent for here in meeting.come if here != there
+            ]
+        return found
+
+    def _cut_off(self, meeting: "_Meeting") -> list[int]:
+        """Classes that came, and whose node no byte leaves any more."""
+        per_node, now_ns = self._mesh.ranks_per_node, self._machine.env.now
+        nodes = {node for node, at_ns in self._cut_ns.items() if at_ns <= now_ns}
+        return [c for c in meeting.classes if self._fold.ranks[c] // per_node in nodes]
 
     def stages(self, transfer: Transfer, of_class: int = 0) -> tuple[Stage, ...]:
         """What `transfer` comes to in the groups of one class."""
         costs = self._machine.costs
-        fixed_ns = costs.op_ns(transfer.op, transfer.axis) + self._launch_ns
+        fixed_ns = costs.op_ns(transfer.op, transfer.axis, transfer.message_bytes) + self._launch_ns
         if self._nccl is None:
             first, *others = self._gloo.stages(transfer, of_class)
             return (Stage(first.latency_ns + fixed_ns, first.flows), *others)
@@ -159,7 +166,9 @@ class Folded:
         known = self._ends.get(key)
         if known is None:
             peer = peer_of(self._mesh.group(transfer.axis, rank), rank, transfer)
-            fixed_ns = self._launch_ns + self._machine.costs.op_ns(transfer.op, transfer.axis)
+            fixed_ns = self._launch_ns + self._machine.costs.op_ns(
+                transfer.op, transfer.axis, transfer.message_bytes
+            )
             fixed_ns += self._machine.topology.latency_ns(rank, peer)
             route: Route = ()
             if transfer.op == "send":

@@ -131,7 +131,7 @@ class Traffic:
                 in_pair = 1.0 - self._edge(use, self._pairs)
             return in_pair if name == OWN else 1.0 - in_pair
         own: Loads = np.ones(len(self._ranks))
-        if self._rails and use.pattern == PAIRWISE:
+        if self._rails and self._kind is NodeKind.nvswitch and use.pattern == PAIRWISE:
             # what goes to another local index elsewhere takes NVLink to the GPU of that rail first
             size, _ = self.mesh.lattice(use.axis)
             beside = self._beside(use.axis, self._ranks // self.mesh.ranks_per_node)

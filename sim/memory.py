@@ -284,9 +284,13 @@ def out_of_far_memory(experiment: ExperimentConf, nbytes: int) -> str | None:
 
 
 def out_of_memory(
-    held: Mapping[str, int], capacity_bytes: float, points: Sequence[MemoryPoint] = ()
+    held: Mapping[str, int],
+    capacity_bytes: float,
+    points: Sequence[MemoryPoint] = (),
+    *,
+    key: str = "cluster.device.memory_bytes",
 ) -> str | None:
-    """The reason why it does not fit, None if it does. `points` tell when it is fullest."""
+    """The reason why it does not fit, None if it does. `points` tell when it is fullest, `key` gives the capacity."""
     if held["peak"] <= capacity_bytes:
         return None
     if points:
@@ -295,6 +299,6 @@ def out_of_memory(
         largest = sorted(((n, name) for name, n in held.items() if name != "peak"), reverse=True)[:2]
         where = "most of it: " + ", ".join(f"{name} {n / 1e9:.2f} GB" for n, name in largest)
     return (
-        f"out of memory: a rank needs {held['peak'] / 1e9:.2f} GB, cluster.device.memory_bytes is "
+        f"out of memory: a rank needs {held['peak'] / 1e9:.2f} GB, {key} is "
         f"{capacity_bytes / 1e9:.2f} GB; {where}"
     )

@@ -194,14 +194,15 @@ def _record(
     rows = Ledger(run.mesh).rows(run.segments[:begun], classes)
     stats = iteration_stats(times, experiment.warmup_steps)
     if bounds and stats["n"]:
-        means = [iteration_stats(b, experiment.warmup_steps)["mean"] for b in bounds]
+        means = [iteration_stats(b, experiment.warmup_steps)["mean"] for b in (times, *bounds)]
         stats["high"], stats["low"] = max(means), min(means)
     unit_bytes = list(run.engine.unit_bytes.values())
     offload = run.engine.offload
     near = offload.near_bytes() if offload is not None else None
     points = memory_over_time(experiment, run.spec, run.policy, unit_bytes, near)
     held = at_most(points)
-    error = out_of_memory(held, experiment.cluster.device.memory_bytes, points)
+    key, smallest, _ = min(experiment.cluster.kinds, key=lambda kind: kind[1].memory_bytes)
+    error = out_of_memory(held, smallest.memory_bytes, points, key=f"cluster.{key}.memory_bytes")
     outside = _outside(run)
     if error is None and outside:
         error = out_of_far_memory(experiment, outside["far_memory_bytes"]["total"])
@@ -226,7 +227,7 @@ def _record(
     if stats["mean"]:
         comm, num_ranks = result["comm"], run.mesh.num_ranks
         result["energy_j"] = energy_j(
-            experiment.cluster.device,
+            [experiment.cluster.device_of(rank["rank"]) for rank in result["ranks"]],
             seconds=stats["mean"],
             ranks=result["ranks"],
             intra_node_bytes=comm["intra_node_bytes"] * num_ranks,
@@ -282,14 +283,20 @@ def _rates(run: Run, costs: Costs, mean_s: float | None) -> dict[str, Any]:
         "tokens_per_s": tokens_per_s,
         "tflops_per_gpu": flop_per_s / 1e12,
         "tflops_per_gpu_hardware": costs.hardware_flop() / mean_s / 1e12,
-        "mfu": flop_per_s / (cluster.emulated_flops_per_s or cluster.device.flop_per_s),
+        "mfu": flop_per_s / (cluster.emulated_flops_per_s or _mean(cluster, "flop_per_s")),
     }
     if experiment.train.tokens:
         rates["time_to_train_s"] = experiment.train.tokens / tokens_per_s
         rates["gpu_hours"] = rates["time_to_train_s"] / 3600 * cluster.num_ranks
-        price = cluster.device.price_per_hour
-        rates["cost"] = rates["gpu_hours"] * price if price is not None else None
+        priced = all(device.price_per_hour is not None for _, device, _ in cluster.kinds)
+        rates["cost"] = rates["gpu_hours"] * _mean(cluster, "price_per_hour") if priced else None
     return rates
+
+
+def _mean(cluster: ClusterConf, name: str) -> float:
+    """Of a key of the devices, over all ranks."""
+    total: float = sum(getattr(device, name) * count for _, device, count in cluster.kinds)
+    return total / cluster.num_ranks
 
 
 def _fitted_constants(cluster: ClusterConf) -> list[dict[str, Any]]:
@@ -383,7 +390,7 @@ def _guessed_inputs(experiment: ExperimentConf) -> list[dict[str, Any]]:
 def _value(cluster: ClusterConf, key: str) -> Any:
     value: Any = cluster
     for name in key.split("."):
-        value = getattr(value, name)
+        value = value[int(name)] if isinstance(value, list) else getattr(value, name)
     return value
 
 

@@ -76,8 +76,11 @@ class Topology:
         if here == there:
             links = self._inside(source, target)
         else:
-            links = [
-                *self._edge(source, 0, pooled),
+            leaves = source if pooled else self._leaves_from(source, target)
+            if leaves != source:
+                links = [(self._own(source, 0), 1.0), (self._own(leaves, 1), 1.0)]
+            links += [
+                *self._edge(leaves, 0, pooled),
                 *self._between(here, there),
                 *self._edge(target, 1, pooled),
             ]
@@ -94,6 +97,13 @@ class Topology:
             return [(self._own(source, 0), 1.0), (self._own(target, 1), 1.0)]
         # copied into the host's memory and out again
         return [(self._to_host(source, 0), 1.0), self._memory(source), (self._to_host(target, 1), 1.0)]
+
+    def _leaves_from(self, source: int, target: int) -> int:
+        """The GPU of the source's node on whose rail a message leaves: NVLink takes it to the target's rail first."""
+        detours = not self._gloo and self._cluster.intra_node.kind is NodeKind.nvswitch
+        if not (detours and self._cluster.inter_node.rails):
+            return source
+        return source // self._per_node * self._per_node + target % self._per_node
 
     def _edge(self, rank: int, way: int, pooled: bool) -> list[tuple[Link, float]]:
         """From a rank to its node's NIC, or back."""

@@ -45,7 +45,7 @@ def test_both_targets_leave_equal_ledgers_and_a_report(tmp_path: Path) -> None:
     assert len(real.result["loss"]) == 4
     # the prediction was made from this launch's probe, and the record keeps the constants
     host = sim.result["experiment"]["cluster"]["host"]
-    assert host["op_ns"]["all_gather/world"] > 0
+    assert max(ns for key, ns in host["op_ns"].items() if key.startswith("all_gather/world/")) > 0
     assert host["compute_ns"]["forward/block.0"] > 0
 
     report = run("-m", "twinbed.analysis.report", str(out), cwd=tmp_path)

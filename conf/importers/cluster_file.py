@@ -153,6 +153,9 @@ def _check(text: str) -> None:
     for key in made.guesses:
         owner: Any = made
         for part in key.split("."):
+            if isinstance(owner, list) and part.isdigit() and int(part) < len(owner):
+                owner = owner[int(part)]
+                continue
             if not is_dataclass(owner) or part not in {field.name for field in fields(owner)}:
                 raise ValueError(f"guesses has {key!r}, which is no key of a cluster")
             owner = getattr(owner, part)

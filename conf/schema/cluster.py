@@ -180,9 +180,10 @@ class HostConf:
 
     cores: int = 0  # cores that the ranks of one host share; 0: each rank has its own device
     all_nodes: bool = False  # one machine hosts all nodes: all ranks share its cores
-    op_ns: dict[str, int] = field(default_factory=dict)  # fixed cost of one collective: "all_gather/world"
-    # a whole small collective, by kind and message bytes: "all_gather/world/512"; the simulator takes off what the
-    # network needs and has op_ns
+    # fixed cost of one collective: "all_gather/world", or by message bytes: "all_gather/world/512"
+    op_ns: dict[str, int] = field(default_factory=dict)
+    # a whole collective, by kind and message bytes: "all_gather/world/512"; the simulator takes off what the network
+    # needs and has op_ns
     op_measured_ns: dict[str, int] = field(default_factory=dict)
     codec_ns: dict[str, int] = field(default_factory=dict)  # fixed cost of one codec call: "encode8"
     codec_ns_per_element: dict[str, float] = field(default_factory=dict)  # "encode8", "decode4", ...
@@ -248,7 +249,9 @@ class ClusterConf:
     wan_latency_ns: int = 0  # one traversal, site to site
     slowdown: Any = None  # {rank: factor}, or a list of {rank, factor, from_s, until_s}
     link_slowdown: Any = None  # a list of {node, factor, from_s, until_s}
-    failures: Any = None  # a list of {rank | node, at_s}, or {mtbf_s}: of a rank, drawn by `seed`
+    # a list of {rank | node, at_s} (of a node: its links), or {mtbf_s, link_mtbf_s}: of a rank and of a node's links,
+    # drawn by `seed`; links that recover are a link_slowdown by a large factor
+    failures: Any = None
     emulated_flops_per_s: float | None = None  # the runtime sleeps each unit's matmuls out to this rate
     guesses: dict[str, Any] = field(default_factory=dict)  # guessed key -> [worst, best]
     fitted: dict[str, str] = field(default_factory=dict)  # key that was fitted -> on which published rows
@@ -297,3 +300,21 @@ class ClusterConf:
     @property
     def num_ranks(self) -> int:
         return self.nodes * self.devices_per_node
+
+    @property
+    def kinds(self) -> list[tuple[str, DeviceConf, int]]:
+        """Each kind of device: the key that holds it, what it is, and how many ranks have it."""
+        if not self.parts:
+            return [("device", self.device, self.num_ranks)]
+        return [
+            (f"parts.{i}.device", part.device, part.nodes * self.devices_per_node)
+            for i, part in enumerate(self.parts)
+        ]
+
+    def device_of(self, rank: int) -> DeviceConf:
+        first = 0
+        for _, device, count in self.kinds:
+            first += count
+            if rank < first:
+                return device
+        raise ValueError(f"rank {rank} is none of the {self.num_ranks} ranks")

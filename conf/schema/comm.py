@@ -32,9 +32,11 @@ class CommConf:
     parameter_server: bool = False
     zero_quantized_weights: bool = False  # qwZ
     zero_hpz_partition_size: int | None = 1  # hpZ; 1: off, null: the node's size
-    quantize_node_copy: bool = False  # qwZ quantizes gathers from the node copy too, as DeepSpeed
+    # qwZ quantizes gathers from the node copy too; null: as DeepSpeed does with its engines, else not
+    quantize_node_copy: bool | None = None
     zero_quantized_gradients: bool = False  # qgZ
-    hpz_lifetime: HpzLifetime = HpzLifetime.micro_batch
+    # hpZ: how long the node copy of the weights is good; null: step with engine=deepspeed, else micro_batch
+    hpz_lifetime: HpzLifetime | None = None
     weight_bits: int = 8
     weight_block: int = 2048
     gradient_path: GradientPath = GradientPath.two_hop

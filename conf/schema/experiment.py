@@ -1,12 +1,13 @@
 """One experiment, whole."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 from omegaconf import MISSING
 
 from .cluster import ClusterConf
-from .comm import CommConf, DeepSpeedConf
+from .comm import CommConf, DeepSpeedConf, HpzLifetime
 from .limits import MAX_SEED, MAX_STEPS, require
 from .model import KernelsConf, ModelConf, Precision, Recompute
 from .offload import OffloadConf
@@ -63,3 +64,17 @@ class ExperimentConf:
         require(self.steps <= MAX_STEPS, "steps", self.steps, f"<= {MAX_STEPS}")
         require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, ">= 0")
         require(0 <= self.seed <= MAX_SEED, "seed", self.seed, f"in [0, {MAX_SEED}]")
+        if self.engine in (Engine.deepspeed_2023, Engine.deepspeed):
+            self.comm = self._as_the_release()
+
+    def _as_the_release(self) -> CommConf:
+        """`comm` with what DeepSpeed does where it is null."""
+        comm = self.comm
+        found: dict[str, Any] = {}
+        if comm.zero_hpz_partition_size == 1:
+            return comm
+        if comm.hpz_lifetime is None and self.engine is Engine.deepspeed:
+            found["hpz_lifetime"] = HpzLifetime.step  # PR #4906, January 2024
+        if comm.quantize_node_copy is None and comm.zero_quantized_weights:
+            found["quantize_node_copy"] = True
+        return replace(comm, **found)

@@ -62,7 +62,7 @@ def build_comm(conf: CommConf, *, num_ranks: int, ranks_per_node: int) -> tuple[
         weight_bits=conf.weight_bits if conf.zero_quantized_weights else 0,
         weight_block=conf.weight_block,
         hpz_size=hpz_size,
-        quantize_node_copy=conf.quantize_node_copy,
+        quantize_node_copy=bool(conf.quantize_node_copy),
         copy_outlives_micro_batch=conf.hpz_lifetime is HpzLifetime.step,
         gradient_path=path,
         gradient_bits=tuple(conf.gradient_bits),

@@ -32,4 +32,4 @@ def checksum(data: memoryview) -> int:
     for row_C in words_RC:
         sums_C += row_C
         sums_of_sums_C += sums_C
-    return zlib.crc32(data[num_rows * _ROW_BYTES :], zlib.crc32(sums_of_sums_C, zlib.crc32(sums_C)))
+    return zlib.crc32(data[num_rows * _ROW_BYTES :], zlib.crc32(sums_of_sums_C.data, zlib.crc32(sums_C.data)))

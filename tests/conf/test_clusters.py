@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 import twinbed.conf
 from twinbed.conf.compose import compose
@@ -19,11 +20,34 @@ def test_cluster_file(name):
     for key, (worst, best) in cluster.guesses.items():
         value = cluster
         for part in key.split("."):
-            value = getattr(value, part)
+            value = value[int(part)] if isinstance(value, list) else getattr(value, part)
         assert min(worst, best) <= value <= max(worst, best), key
         assert worst != best, key
     for key in cluster.fitted:
         assert key not in cluster.guesses
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_what_a_comment_calls_a_guess_has_a_range(name):
+    path = Path(twinbed.conf.__file__).parent / "cluster" / f"{name}.yaml"
+    text = path.read_text()
+    remarks = [line.partition("#")[2].strip() for line in text.splitlines()]
+    guesses = compose(("target=sim", f"cluster={name}")).experiment.cluster.guesses
+    guessed = [key for key, line in _scalars(yaml.compose(text)) if remarks[line].startswith("guess")]
+    if "parts:" in text:  # which say what the devices are
+        guessed = [key for key in guessed if not key.startswith("device.")]
+    assert [key for key in guessed if key not in guesses] == []
+
+
+def _scalars(node, prefix=""):
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield from _scalars(value, f"{prefix}{key.value}.")
+    elif isinstance(node, yaml.SequenceNode):
+        for i, value in enumerate(node.value):
+            yield from _scalars(value, f"{prefix}{i}.")
+    else:
+        yield prefix.removesuffix("."), node.start_mark.line
 
 
 @pytest.mark.parametrize(

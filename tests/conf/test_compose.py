@@ -91,6 +91,21 @@ def test_global_sequences_give_the_accumulation() -> None:
         (["comm=zero3", "comm.hpz_lifetime=step"], "comm.hpz_lifetime=step has no effect without hpZ"),
         (["optimizer.momentum=0.9"], "optimizer.momentum=0.9 has no effect without optimizer=sgd"),
         (["target=sim", "launch=slurm"], "launch=slurm has no effect without target=runtime or both"),
+        (
+            ["target=sim", "cluster=leaf_spine_a100", "cluster.nodes=4"],
+            "cluster.inter_node.oversubscription=2.0 has no effect without cluster.nodes > ",
+        ),
+        (["cluster.wan_Bps=1e9"], "cluster.wan_Bps=1000000000.0 has no effect without cluster.sites > 1"),
+        (["cluster.nccl.channels=4"], "cluster.nccl.channels=4 has no effect without cluster.backend=nccl"),
+        (
+            ["parallel.pipeline_schedule=gpipe"],
+            "parallel.pipeline_schedule=gpipe has no effect without engine=",
+        ),
+        (["goodput.checkpoint_s=5"], "goodput.checkpoint_s=5.0 has no effect without goodput.node_mtbf_h"),
+        (
+            ["cluster.device.price_per_hour=2"],
+            "cluster.device.price_per_hour=2.0 has no effect without train.tokens",
+        ),
     ],
 )
 def test_keys_without_effect_are_said(overrides: list[str], message: str) -> None:

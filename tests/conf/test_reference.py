@@ -24,7 +24,7 @@ def test_every_key_has_a_meaning() -> None:
         ("cluster.inter_node.bandwidth_Bps", "`1.25e7`", "bytes a second", "of one link, in each direction"),
         ("cluster.nodes", "-", "", "number of nodes"),
         ("cluster.device.launch_ns", "`0`", "nanoseconds, a whole number", "one kernel"),
-        ("comm.hpz_lifetime", "`micro_batch`", "", "how long the node copy"),
+        ("comm.hpz_lifetime", "`null`", "", "how long the node copy"),
         ("deepspeed.node_copy", "`null`", "", "as the release does"),  # a comment above the field
     ],
 )

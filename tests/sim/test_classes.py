@@ -1,5 +1,7 @@
 """Classes of ranks: who is simulated for whom, who waits for whom, and what goes wrong."""
 
+import re
+
 import numpy as np
 import pytest
 import simpy
@@ -234,6 +236,7 @@ def test_a_failed_link_ends_the_run(make_experiment, make_spec, fold):
     record = simulate(make_experiment(nodes=4, ranks=2, **keys), spec=make_spec(), fold=fold)
     assert record.result["status"] == "failed"
     assert "the links of node 1 failed at 0 s" in record.result["error"]
+    assert re.search(r"rank \d waits for rank \d", record.result["error"])
     assert "all_gather over world" in record.result["error"]
     assert record.result["iteration_s"]["n"] == 0
 
@@ -252,6 +255,17 @@ def test_the_first_failure_is_drawn_by_the_seed(make_experiment, make_spec):
     times = [next(iter(d.values())) / 1e9 for d in drawn]
     assert np.mean(times) == pytest.approx(1000 / 8, rel=0.2)
     assert {next(iter(d)) for d in drawn} == set(range(8))
+
+
+def test_links_fail_by_the_seed_too(make_experiment, make_spec):
+    cluster = make_experiment(nodes=4, ranks=2, cluster_failures={"link_mtbf_s": 1000.0}).cluster
+    drawn = [Conditions(cluster, seed=seed) for seed in range(400)]
+    assert not any(d.dies_ns for d in drawn)
+    assert np.mean([next(iter(d.cut_ns.values())) / 1e9 for d in drawn]) == pytest.approx(1000 / 4, rel=0.2)
+    assert {next(iter(d.cut_ns)) for d in drawn} == set(range(4))
+    both = make_experiment(cluster_failures={"mtbf_s": 1.0, "link_mtbf_s": 1.0}).cluster
+    assert Conditions(both).dies_ns
+    assert Conditions(both).cut_ns
 
 
 def test_mixed_devices_are_classes_of_their_own(make_experiment, make_spec):

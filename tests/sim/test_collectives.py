@@ -18,6 +18,7 @@ from twinbed.conf.schema import (
 )
 from twinbed.policies.comm import build_comm
 from twinbed.policies.mesh import Mesh
+from twinbed.sim import constants
 from twinbed.sim.collectives import PerStep
 from twinbed.sim.costs import Costs
 from twinbed.sim.executor import Executor, Segment
@@ -220,6 +221,31 @@ def test_fixed_cost_of_an_operation_comes_before_it(run):
         == plain + 3_000_000
     )
     assert run(cluster_of(2, 2, host=HostConf(op_ns={"all_gather/local": 3_000_000})), transfer) == plain
+
+
+@pytest.mark.parametrize(
+    ("part_bytes", "fixed_ns"),
+    [(100, 4_000_000), (1_000, 4_000_000), (2_000, 3_000_000), (3_000, 2_000_000), (9_000, 2_000_000)],
+)
+def test_a_fixed_cost_may_depend_on_the_message(run, part_bytes, fixed_ns):
+    """On a line between two sizes, and as at the nearest beyond them."""
+    points = {"all_gather/world/3000": 2_000_000, "all_gather/world/1000": 4_000_000}
+    transfer = transfer_of("all_gather", Mesh(4, 2), 4 * part_bytes)
+    assert transfer.message_bytes == part_bytes
+    plain = run(cluster_of(2, 2), transfer)
+    assert run(cluster_of(2, 2, host=HostConf(op_ns=points)), transfer) == plain + fixed_ns
+
+
+def test_fixed_costs_repeat_the_probe_at_both_sizes(make_experiment, make_spec):
+    measured = {"all_gather/world/512": 6_000_000, "all_gather/world/400000": 250_000_000}
+    experiment = make_experiment(cluster_host=HostConf(op_measured_ns=measured), cluster_backend=Backend.gloo)
+    policy, _ = build_comm(experiment.comm, num_ranks=4, ranks_per_node=2)
+    made = constants.with_fixed_costs(experiment, make_spec(), policy)
+    assert made.cluster.host.op_ns["all_gather/world/512"] < 6_000_000
+    for key, took_ns in measured.items():
+        op, axis, size = key.split("/")
+        again = constants.collective_ns(made, make_spec(), policy, op=op, axis=axis, message_bytes=int(size))
+        assert again == pytest.approx(took_ns, abs=2)
 
 
 CASES = [

@@ -6,7 +6,16 @@ import pytest
 
 from twinbed.conf.compose import compose
 from twinbed.conf.model_spec import num_parameters, parameters
-from twinbed.conf.schema import Backend, DeviceConf, Engine, GoodputConf, KernelsConf, Precision, Recompute
+from twinbed.conf.schema import (
+    Backend,
+    DeviceConf,
+    Engine,
+    GoodputConf,
+    KernelsConf,
+    PartConf,
+    Precision,
+    Recompute,
+)
 from twinbed.policies.comm import build_comm
 from twinbed.sim.energy import INTER_NODE_J_PER_BYTE, INTRA_NODE_J_PER_BYTE, energy_j
 from twinbed.sim.goodput import best_interval_s, goodput, goodput_of
@@ -20,6 +29,7 @@ from twinbed.sim.memory import (
     out_of_memory,
     peak,
 )
+from twinbed.sim.simulate import simulate
 
 GIB = 2**30
 
@@ -127,10 +137,17 @@ def test_gradients_in_fp32_need_a_larger_buffer(make_experiment, make_spec):
 def test_energy_of_a_hand_counted_iteration():
     device = DeviceConf(power_w=400.0, idle_w=50.0)
     ranks = [{"compute": 1.0, "quantize": 0.5, "count": 3}, {"compute": 2.0, "quantize": 0.0, "count": 1}]
-    joule = energy_j(device, seconds=2.0, ranks=ranks, intra_node_bytes=1e9, inter_node_bytes=2e9)
+    joule = energy_j(
+        [device] * len(ranks), seconds=2.0, ranks=ranks, intra_node_bytes=1e9, inter_node_bytes=2e9
+    )
     devices = 3 * (400 * 1.5 + 50 * 0.5) + 400 * 2.0
     assert joule == pytest.approx(devices + 1e9 * INTRA_NODE_J_PER_BYTE + 2e9 * INTER_NODE_J_PER_BYTE)
-    assert energy_j(DeviceConf(), seconds=1.0, ranks=ranks, intra_node_bytes=0, inter_node_bytes=0) is None
+    assert (
+        energy_j(
+            [DeviceConf()] * len(ranks), seconds=1.0, ranks=ranks, intra_node_bytes=0, inter_node_bytes=0
+        )
+        is None
+    )
 
 
 def test_goodput_of_rare_failures_is_youngs_first_order():
@@ -188,3 +205,45 @@ def test_what_fitted_in_published_runs(keys, fits):
     composed = compose(("target=sim", "cluster=p4de_a100", "comm=zero3", "kernels.reduce_fp32=true", *keys))
     _, held, _ = points_of(composed.experiment, composed.spec)
     assert (out_of_memory(held, composed.experiment.cluster.device.memory_bytes) is None) == fits
+
+
+def test_a_record_of_mixed_devices(make_experiment, make_spec):
+    """The smallest device decides whether it fits; energy and MFU take each device as it is."""
+    slow = DeviceConf(flop_per_s=1e9, memory_bytes=4e6, power_w=100.0, idle_w=10.0)
+    fast = DeviceConf(flop_per_s=4e9, memory_bytes=8e9, power_w=300.0, idle_w=30.0)
+    parts = [PartConf(name="a", nodes=1, device=fast), PartConf(name="b", nodes=1, device=slow)]
+    goodput_keys = GoodputConf(node_mtbf_h=1000.0)
+    keys = {"cluster_device": fast, "goodput": goodput_keys}
+    mixed = simulate(make_experiment("ddp", cluster_parts=parts, **keys), spec=make_spec(hidden=128)).result
+    assert mixed["status"] == "oom"
+    assert "cluster.parts.1.device.memory_bytes is 0.00 GB" in mixed["error"]
+    seconds, comm = mixed["iteration_s"]["mean"], mixed["comm"]
+    joule = 4 * (
+        comm["intra_node_bytes"] * INTRA_NODE_J_PER_BYTE + comm["inter_node_bytes"] * INTER_NODE_J_PER_BYTE
+    )
+    assert sum(rank["count"] for rank in mixed["ranks"]) == 4
+    for rank in mixed["ranks"]:
+        device = fast if rank["rank"] < 2 else slow
+        busy = rank["compute"] + rank["quantize"]
+        joule += rank["count"] * (device.power_w * busy + device.idle_w * (seconds - busy))
+    assert mixed["energy_j"] == pytest.approx(joule)
+    assert mixed["mfu"] == pytest.approx(mixed["tflops_per_gpu"] * 1e12 / 2.5e9)
+    assert mixed["goodput"] == goodput_of(goodput_keys, num_nodes=2).plain()
+    alone = simulate(make_experiment("ddp", **keys), spec=make_spec(hidden=128)).result
+    assert alone["status"] == "ok"
+    assert alone["mfu"] == pytest.approx(alone["tflops_per_gpu"] * 1e12 / 4e9)
+
+
+def test_guesses_may_lie_in_a_part_and_the_range_holds_the_mean(make_experiment, make_spec):
+    device = DeviceConf(flop_per_s=1e9)
+    parts = [PartConf(name="a", nodes=2, device=device)]
+    guesses = {"parts.0.device.matmul_efficiency": [0.25, 1.0]}
+    made = make_experiment(cluster_parts=parts, cluster_device=device, cluster_guesses=guesses)
+    result = simulate(made, spec=make_spec()).result
+    took = result["iteration_s"]
+    assert took["low"] < took["mean"] < took["high"]
+    assert result["guessed_inputs"][0]["key"] == "cluster.parts.0.device.matmul_efficiency"
+    assert result["guessed_inputs"][0]["value"] == 0.5
+    made.cluster.guesses = {"parts.1.device.matmul_efficiency": [0.25, 1.0]}
+    with pytest.raises(ValueError, match=r"cluster.guesses has 'parts.1.device.matmul_efficiency'"):
+        simulate(made, spec=make_spec())

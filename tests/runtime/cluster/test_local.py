@@ -61,7 +61,11 @@ class TestBothShapers:
             traffic.serve(cluster, 0)
             before = cluster.counters()
             (seconds,) = traffic.run(cluster, 0, "send", cluster.address(0), 10_000_000, 1)
-            assert cluster.counters() == before
+            after = cluster.counters()
+        # a bridge tells of itself now and then: some frames of 54 bytes
+        for node in (0, 1):
+            for way in (0, 1):
+                assert after[node][way] - before[node][way] < 1_000
         assert seconds < 10_000_000 / RATE_BPS
 
     def test_a_cut_link_carries_nothing_until_it_is_restored(self, backend, traffic):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from twinbed.conf.schema import CommConf, GradientPath, HpzLifetime, Precision
 from twinbed.policies.comm import CommPolicy, build_comm
 from twinbed.policies.mesh import Mesh
-from twinbed.runtime.collectives import Collectives
 from twinbed.runtime.ledger import Ledger
 from twinbed.runtime.wrap import CommEngine, build_interpreter, wrap_model
 
@@ -95,7 +94,6 @@ def engine_of(
     precision: Precision = Precision.fp32,
     overlap: bool = False,
     micro_batches: int = 1,
-    collectives: Collectives | None = None,
     model: nn.Module | None = None,
 ) -> tuple[CommEngine, Ledger]:
     mesh = mesh_of(policy, ranks_per_node=ranks_per_node)
@@ -103,7 +101,7 @@ def engine_of(
     engine = wrap_model(
         Tiny() if model is None else model,
         policy=policy,
-        interpreter=build_interpreter(mesh, ledger, device=CPU, collectives=collectives),
+        interpreter=build_interpreter(mesh, ledger, device=CPU),
         precision=precision,
         device=CPU,
         overlap=overlap,

@@ -14,7 +14,6 @@ from twinbed.policies.comm import CommEvent, GradientsReady, Placement, WeightsN
 from twinbed.policies.mesh import WORLD
 from twinbed.policies.plan import AllGather, AllToAll, Dequantize, LoadCopy, Plan, Quantize, Reduce, ReduceOp
 from twinbed.runtime.ledger import Ledger
-from twinbed.runtime.silent import Silent
 from twinbed.runtime.wrap import CommEngine
 
 sys.path.insert(0, str(Path(__file__).parent))  # scripts of this folder share common.py
@@ -23,7 +22,6 @@ from common import (
     batch,
     engine_of,
     main,
-    mesh_of,
     optimize,
     policy_of,
     reference_gradients,
@@ -343,20 +341,6 @@ class Broken(Chunked):
         return Plan((AllGather(axis=WORLD), Dequantize()))
 
 
-def null() -> dict[str, tuple[int, int]]:
-    """(bytes sent, spans of collectives) of a step that communicates nothing."""
-    found = {}
-    for name in ("zeropp", "ddp"):
-        policy = policy_of(name, world=2, ranks_per_node=RANKS_PER_NODE)
-        silent = Silent(mesh_of(policy, ranks_per_node=RANKS_PER_NODE), dist.get_rank(), None)
-        engine, ledger = engine_of(policy, ranks_per_node=RANKS_PER_NODE, collectives=silent)
-        train_step(engine, ledger, step=0, micro_batches=1)
-        spans = [span for span in ledger.spans if span.stream in ("gather", "reduce")]
-        found[name] = (sum(row.wire_bytes for row in ledger.rows), len(spans))
-        engine.close()
-    return found
-
-
 def checkpoints() -> dict[str, float]:
     """Weights saved under one placement and loaded under another: the largest difference."""
     folder = Path(sys.argv[4])
@@ -387,7 +371,6 @@ CASES: dict[str, Any] = {
     "quantized": quantized,
     "precisions": precisions,
     "failures": failures,
-    "null": null,
     "checkpoints": checkpoints,
 }
 

@@ -127,7 +127,9 @@ def test_todays_copy_serves_until_the_optimizer_step(make: Make, make_spec: Make
     spec = make_spec(layers=2)
     keys = {"engine": Engine.deepspeed, "accumulation": 3}
     lasting = simulate(make("hpz", comm_keys={"hpz_lifetime": HpzLifetime.step}, **keys), spec=spec)
-    each = simulate(make("hpz", **keys), spec=spec)
+    each = simulate(make("hpz", comm_keys={"hpz_lifetime": HpzLifetime.micro_batch}, **keys), spec=spec)
+    usual = simulate(make("hpz", **keys), spec=spec)
+    assert _where(usual) == _where(lasting)
     assert _where(each)["forward", "hpz"] == 0
     assert _where(each)["forward", "world"] == 3 * _where(lasting)["forward", "world"]
     assert _where(lasting)["forward", "hpz"] == 2 * _where(lasting)["forward", "world"]
