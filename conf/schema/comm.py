@@ -43,9 +43,8 @@ class CommConf:
     gradient_bits: list[int] = field(default_factory=lambda: [4, 4])  # one for each hop
     gradient_block: int = 256  # 0: one scale for a whole tensor
     gradient_chunks: int = 1  # qgZ: pieces in a pipeline, one within the nodes while another is between them
-    fused_kernels: bool = (
-        True  # qgZ: reorder, sum and quantize in one pass; false: a pass over memory for each
-    )
+    # qgZ: reorder, sum and quantize in one pass; false: a pass over memory for each
+    fused_kernels: bool = True
     overlap: bool = False  # gloo: a communication thread; NCCL overlaps by itself
     config_json: str | None = None  # comm=deepspeed: a DeepSpeed JSON
     policy: str | None = None  # a policy of your own: "package.module:Class" or "file.py:Class"
