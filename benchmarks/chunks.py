@@ -1,9 +1,9 @@
 """What chunks in a pipeline and fused kernels are worth, from both targets: measured on a shaped cluster and predicted.
 
 Run: python benchmarks/chunks.py [OUTPUT] [LAUNCHES]. zeropp with 1, 2 and 4 chunks, with fused kernels and without, on
-two nodes of two ranks at 100 and 500 Mbit/s. Each launch probes, calibrates each setting without communication, then
-trains it; the simulator predicts each from the launch's own constants. Launches on a busy machine are void,
-and repeated.
+two nodes of two ranks at 100 and 500 Mbit/s. Each launch probes, measures each setting's computation between
+collectives, then trains it; the simulator predicts each from the launch's own constants. Launches on a busy machine
+are void, and repeated.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from ..analysis.record import Span, write_text
 from ..conf.compose import load_experiment
 from ..conf.schema import ExperimentConf
 from .case import Case
+from .intervals import length_ns, union
 from .laps import Lap
-from .ledger import LIBRARY_STREAM, QUANTIZE_STREAM
+from .ledger import QUANTIZE_STREAM
 from .trainer import Trainer
 from .worker import WorkerContext
 
@@ -102,27 +103,22 @@ def calibrate(
             trainer.step(trainer.first_step + number)
         laps, steps_ns = trainer.laps.laps, trainer.progress.steps_ns
         spans = trainer.ledger.spans
-        streams = {row.stream for row in trainer.ledger.rows} - {LIBRARY_STREAM}
     finally:
         trainer.close()
     k = experiment.batch.accumulation
-    own = _middle_half(laps, spans, steps_ns[warmup:], streams, micro_batches=k)
+    own = _middle_half(laps, spans, steps_ns[warmup:], micro_batches=k)
     gathered: list[Any] = [None] * context.num_ranks
     dist.all_gather_object(gathered, own)
     return _mean(gathered, micro_batches=k)
 
 
 def _middle_half(
-    laps: Sequence[Lap],
-    spans: Sequence[Span],
-    steps_ns: Sequence[tuple[int, int]],
-    streams: Collection[str],
-    *,
-    micro_batches: int,
+    laps: Sequence[Lap], spans: Sequence[Span], steps_ns: Sequence[tuple[int, int]], *, micro_batches: int
 ) -> tuple[dict[str, float], float, float, float]:
     """(parts of a micro-batch and "step", quantizing of a step, iteration, spread), nanoseconds.
 
-    A lap is its unit's computation once quantizing and collectives are taken out of it.
+    A lap is its unit's computation once quantizing and collectives are taken out of it. Those of a plan in chunks
+    are under way at the same time, and while a chunk is quantized.
     """
     ranked = sorted(steps_ns, key=lambda step: step[1] - step[0])
     quarter = len(ranked) // 4
@@ -132,13 +128,13 @@ def _middle_half(
     for start, end in kept:
         inside = [span for span in spans if span.start_ns >= start and span.end_ns <= end]
         codec = [span for span in inside if span.stream == QUANTIZE_STREAM]
-        sent = [span for span in inside if span.stream != QUANTIZE_STREAM]
-        quantize += _length_ns(codec) / len(kept)
-        lengths.append(end - start - _length_ns(sent))
+        quantizing = _length_ns(codec)
+        quantize += quantizing / len(kept)
+        lengths.append(end - start - (_length_ns(inside) - quantizing))
         for lap in laps:
             if lap.start_ns < start or lap.end_ns > end:
                 continue
-            other = [s for s in (*codec, *sent) if lap.start_ns <= s.start_ns < lap.end_ns]
+            other = [s for s in inside if lap.start_ns <= s.start_ns < lap.end_ns]
             took = lap.end_ns - lap.start_ns - _length_ns(other)
             share = took if lap.name == "step" else took / micro_batches
             parts[lap.name] = parts.get(lap.name, 0.0) + share / len(kept)
@@ -146,8 +142,9 @@ def _middle_half(
     return parts, quantize, mean, (max(lengths) - min(lengths)) / mean
 
 
-def _length_ns(spans: Sequence[Span]) -> int:
-    return sum(span.end_ns - span.start_ns for span in spans)
+def _length_ns(spans: Iterable[Span]) -> int:
+    """Time in which at least one of them was under way."""
+    return length_ns(union((span.start_ns, span.end_ns) for span in spans))
 
 
 def _mean(
