@@ -38,6 +38,12 @@ from twinbed.conf.compose import (
 from twinbed.conf.hints import hint
 from twinbed.conf.schema import ExperimentConf, Launch, Target
 from twinbed.policies.comm import CommPolicy, build_comm, describe_action, parse_event
+from twinbed.policies.offload import (
+    OffloadPolicy,
+    describe_offload_actions,
+    is_offload_event,
+    parse_offload_event,
+)
 
 if TYPE_CHECKING:
     from twinbed.runtime.launcher import LaunchOutcome
@@ -275,9 +281,8 @@ def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...],
         predicted = replace(composed, experiment=experiment, resolved=to_dict(experiment))
         write_simulation(predicted, policy, warnings, folder / "sim")
     sim = read_record(folder / "sim")
-    parity = compare_records(
-        sim, real, replay_equal=replays(policy, sim) and replays(policy, real), void=void
-    )
+    again = all(replays(policy, record, make_offload_policy(composed, policy)) for record in (sim, real))
+    parity = compare_records(sim, real, replay_equal=again, void=void)
     write_parity(folder, parity)
     sys.stdout.write(f"{summary(sim)}\n{summary(real)}\n{_verdict(parity)}\nrecord: {folder}\n")
     _raise_if_failed(outcome)
@@ -285,12 +290,28 @@ def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...],
         raise ExperimentError("; ".join(parity["reasons"]))
 
 
-def replays(policy: CommPolicy, record: Record) -> bool:
-    """Whether the record's events, put to the policy again, give the actions that were taken."""
-    return all(
-        describe_action(policy.decide(parse_event(decision.event))) == decision.action
-        for decision in record.decisions
-    )
+def make_offload_policy(composed: Composed, policy: CommPolicy) -> OffloadPolicy | None:
+    """A new policy of what lies outside near memory; None where nothing does."""
+    from twinbed.sim.simulate import new_offload_policy
+
+    if not composed.experiment.offload.active:
+        return None
+    return new_offload_policy(composed.experiment, spec=composed.spec, policy=policy)
+
+
+def replays(policy: CommPolicy, record: Record, offload: OffloadPolicy | None = None) -> bool:
+    """Whether the record's events, put to the policies again, give the actions that were taken.
+
+    Args:
+        offload: A new one, for it has a memory; None: nothing was offloaded.
+    """
+
+    def answer(event: str) -> str:
+        if offload is not None and is_offload_event(event):
+            return describe_offload_actions(offload.decide(parse_offload_event(event)))
+        return describe_action(policy.decide(parse_event(event)))
+
+    return all(answer(decision.event) == decision.action for decision in record.decisions)
 
 
 def _verdict(parity: dict[str, Any]) -> str:

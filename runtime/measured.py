@@ -109,12 +109,15 @@ def cluster_with(
     copy = codec["copy"]["ns_per_element"]
     if copy > 0:
         device["memory_Bps"] = 8 / copy * 1e9  # a copy reads and writes 4 bytes an element
+    disk = measured.get("disk")
+    guesses = {} if disk else {k: v for k, v in cluster["guesses"].items() if k.startswith("disk.")}
     return dict(cluster) | {
         "host": host,
+        "disk": dict(cluster["disk"]) | dict(disk or {}),
         "intra_node": intra,
         "inter_node": inter,
         "device": device,
-        "guesses": {},  # what was guessed is measured now
+        "guesses": guesses,  # all else that was guessed is measured now
     }
 
 
@@ -138,4 +141,9 @@ def merged(probes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         kind: {key: statistics.mean(probe["codec"][kind][key] for probe in probes) for key in found}
         for kind, found in first["codec"].items()
     }
+    if first.get("disk"):
+        first["disk"] = {
+            key: type(value)(statistics.mean(probe["disk"][key] for probe in probes))
+            for key, value in first["disk"].items()
+        }
     return first

@@ -1,4 +1,5 @@
-"""Measures this cluster: collectives, codecs, copies and matmuls. `twinbed-probe` writes a cluster's YAML.
+"""Measures this cluster: collectives, codecs, copies, matmuls, and the disk where states go to it. `twinbed-probe`
+writes a cluster's YAML.
 
 Collectives are measured whole. What of them is a fixed cost the simulator finds out for itself, by taking off
 what its network needs for them (`sim.constants`).
@@ -33,6 +34,7 @@ REPEATS = 8
 CODEC_ELEMENTS = (4_096, 262_144)
 MATMUL_SIZE = 256
 WORK_BYTES = 4 << 20
+DISK_BYTES = 128 << 20
 
 
 def probe_case(case: "Case", context: "WorkerContext") -> None:
@@ -41,10 +43,13 @@ def probe_case(case: "Case", context: "WorkerContext") -> None:
 
     from ..conf.compose import load_experiment
 
+    experiment = load_experiment(case.experiment)
     if context.rank == 0:
         sys.stderr.write(f"twinbed: {case.name}: measuring collectives, codecs and matmuls\n")
-    measured = measure(context, precision=load_experiment(case.experiment).precision.value)
+    measured = measure(context, precision=experiment.precision.value)
     if context.rank == 0:
+        if experiment.offload.name == "disk":
+            measured["disk"] = _disk(Path(experiment.offload.path or context.case_folder(case)))
         write_text(context.case_folder(case) / PROBE, json.dumps(measured, indent=1) + "\n")
     dist.barrier()
 
@@ -71,7 +76,8 @@ def measure(context: "WorkerContext", *, precision: str) -> dict[str, Any]:
         ops.batch()
         codecs.batch()
         matmul.batch()
-    matmul.beside(lambda: ops.calls[0][1]())
+    if ops.calls:  # one rank alone has none
+        matmul.beside(lambda: ops.calls[0][1]())
     return {
         "num_ranks": context.num_ranks,
         "ranks_per_node": context.ranks_per_node,
@@ -81,6 +87,19 @@ def measure(context: "WorkerContext", *, precision: str) -> dict[str, Any]:
         "codec": codecs.result(),
         "matmul": matmul.result(),
     }
+
+
+def _disk(folder: Path) -> dict[str, float] | None:
+    """The disk of this node; None: its file system knows no direct I/O, so that it cannot be seen past the cache."""
+    from .offload.disk_rate import measure_disk
+
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return asdict(measure_disk(folder, nbytes=DISK_BYTES))
+    except OSError as err:
+        if err.errno == errno.EINVAL:
+            return None
+        raise RuntimeError(f"offload=disk: {folder} cannot be measured: {err.strerror}") from err
 
 
 def _agreed_mean(values: Sequence[float]) -> list[float]:
@@ -301,7 +320,7 @@ class _MatmulProbe:
         self._a = torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device)
         self._b = torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device)
         self._alone: list[float] = []
-        self._beside = 0.0
+        self._beside: float | None = None
 
     def _work(self) -> object:
         return self._a @ self._b
@@ -331,7 +350,8 @@ class _MatmulProbe:
         thread.join()
 
     def result(self) -> dict[str, float]:
-        alone, beside = _agreed_mean([statistics.median(self._alone), self._beside])
+        median = statistics.median(self._alone)
+        alone, beside = _agreed_mean([median, median if self._beside is None else self._beside])
         flop = 2 * MATMUL_SIZE**3
         return {"flop_per_s": flop / alone, "flop_per_s_beside_collective": flop / beside}
 

@@ -14,6 +14,7 @@ from ..conf.model_spec import ModelSpec
 from ..conf.offload_check import check_offload
 from ..conf.schema import Backend, ClusterConf, Engine, ExperimentConf, Target
 from ..policies.comm import CommPolicy
+from ..policies.offload import OffloadPolicy
 from .costs import Costs, with_value
 from .energy import energy_j
 from .engines import EngineModel, Fsdp2, Setup
@@ -157,6 +158,14 @@ def check_plans(experiment: ExperimentConf, *, spec: ModelSpec, policy: CommPoli
     run = Run(few, spec, policy, None, make_engine)
     if experiment.target is Target.both:
         run.check_size(run.segments[0].programs, experiment.steps)
+
+
+def new_offload_policy(
+    experiment: ExperimentConf, *, spec: ModelSpec, policy: CommPolicy
+) -> OffloadPolicy | None:
+    """What decides which states lie far, as before its first event: to replay a run's log; None with offload=none."""
+    offload = make_engine(Setup(experiment, spec, policy, Costs(experiment, spec, policy))).offload
+    return offload.policy if offload is not None else None
 
 
 def _guesses(experiment: ExperimentConf) -> dict[str, Any]:

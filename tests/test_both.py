@@ -57,6 +57,27 @@ def test_both_targets_leave_equal_ledgers_and_a_report(tmp_path: Path) -> None:
     assert compared.returncode == 0, compared.stderr
 
 
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+def test_states_on_disk_are_predicted_from_the_disks_own_rates(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    cluster = ("cluster.nodes=1", "cluster.devices_per_node=2", "cluster.shaped=false")
+    keys = ("offload=disk", "offload.policy=auto", "offload.memory_bytes=600000", "precision=fp32")
+    done = run(
+        str(ROOT / "run.py"), "comm=zero3", *SMALL, *cluster, *keys, f"hydra.run.dir={out}", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ledgers: equal; replayed decisions: equal" in done.stdout
+    sim, real = read_record(out / "sim"), read_record(out / "runtime")
+    for record in (sim, real):
+        assert any(decision.event.startswith("ChunkStep") for decision in record.decisions)
+    measured = json.loads((out / "probe_before" / "probe.json").read_text())["disk"]
+    if measured is not None:  # else: no direct I/O here
+        disk = sim.result["experiment"]["cluster"]["disk"]
+        assert disk["read_Bps"] != real.result["experiment"]["cluster"]["disk"]["read_Bps"]
+        assert sim.result["guessed_inputs"] == []
+
+
 def hear_interrupts() -> None:
     """A shell that starts the tests in the background has them, and their children, ignore SIGINT."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

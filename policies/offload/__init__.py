@@ -21,6 +21,7 @@ from .policy import (
     Step,
     describe_offload_actions,
     describe_offload_event,
+    is_offload_event,
     parse_offload_event,
 )
 
@@ -46,6 +47,7 @@ __all__ = [
     "cut_chunks",
     "describe_offload_actions",
     "describe_offload_event",
+    "is_offload_event",
     "parse_offload_event",
     "spread_far",
 ]

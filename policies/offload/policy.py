@@ -174,6 +174,11 @@ def _describe(action: OffloadAction) -> str:
     return f"{type(action).__name__.lower()} {action.chunk}"
 
 
+def is_offload_event(text: str) -> bool:
+    """Whether `describe_offload_event` wrote it: a run's log holds what other policies were asked too."""
+    return text.partition("(")[0] in ("IterationBegins", "ChunkReleased", *_EVENTS)
+
+
 def parse_offload_event(text: str) -> OffloadEvent:
     """The event that `describe_offload_event` wrote, for replaying a log.
 

@@ -3,15 +3,17 @@
 import contextlib
 import mmap
 import os
+import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from .header import CHUNK_BYTES
+from .header import BLOCK_BYTES, CHUNK_BYTES
 
 DEPTHS = (1, 2, 4, 8)  # requests in flight; the disk's rate is that of the best
+SMALL_READS = 64  # of a block each, one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,7 @@ class DiskRate:
 
     read_Bps: float
     write_Bps: float
+    latency_ns: int  # of a read of one block
 
 
 def measure_disk(folder: Path, *, nbytes: int = 512 << 20) -> DiskRate:
@@ -48,11 +51,12 @@ def measure_disk(folder: Path, *, nbytes: int = 512 << 20) -> DiskRate:
             _pass(write, num_chunks, buffers[:depth], lambda: os.fdatasync(descriptor)) for depth in DEPTHS
         )
         read_s = min(_pass(read, num_chunks, buffers[:depth]) for depth in DEPTHS)
+        latency_s = _latency_s(descriptor, num_chunks * CHUNK_BYTES)
     finally:
         os.close(descriptor)
         path.unlink()
     whole = num_chunks * CHUNK_BYTES
-    return DiskRate(whole / read_s, whole / write_s)
+    return DiskRate(whole / read_s, whole / write_s, round(latency_s * 1e9))
 
 
 def _pass(
@@ -72,6 +76,17 @@ def _pass(
         list(pool.map(worker, range(len(buffers))))
     end()
     return time.monotonic() - start
+
+
+def _latency_s(descriptor: int, nbytes: int) -> float:
+    """Median of reads all over the file."""
+    page = mmap.mmap(-1, BLOCK_BYTES)
+    times = []
+    for i in range(SMALL_READS):
+        start = time.monotonic()
+        os.preadv(descriptor, [page], i * nbytes // SMALL_READS // BLOCK_BYTES * BLOCK_BYTES)
+        times.append(time.monotonic() - start)
+    return statistics.median(times)
 
 
 def _random_pages() -> mmap.mmap:

@@ -3,7 +3,8 @@
 import pytest
 
 from twinbed.conf.compose import compose
-from twinbed.runtime.measured import cluster_with
+from twinbed.runtime.measured import cluster_with, merged
+from twinbed.runtime.offload.disk_rate import measure_disk
 
 MEASURED = {
     "num_ranks": 4,
@@ -37,4 +38,31 @@ def test_what_was_measured_replaces_what_was_guessed(backend, cores, slowdown):
     assert cluster["device"]["memory_Bps"] == pytest.approx(4e9)
     assert cluster["host"]["cores"] == cores
     assert cluster["host"]["op_measured_ns"]["all_to_all/local/1000"] == 1_000_000
+    assert set(cluster["guesses"]) == {"disk.read_Bps", "disk.write_Bps", "disk.latency_ns"}
+
+
+def test_a_disk_that_was_measured_is_no_guess_any_more():
+    probes = [
+        MEASURED | {"disk": {"read_Bps": read_Bps, "write_Bps": 1e9, "latency_ns": 90_000}}
+        for read_Bps in (2e9, 4e9)
+    ]
+    made = compose(["target=sim", "cluster=local_2x2", "offload=disk", "cluster.disk.capacity_bytes=1e12"])
+    cluster = cluster_with(made.resolved["cluster"], merged(probes), one_machine=True, links_known=True)
     assert cluster["guesses"] == {}
+    assert cluster["disk"] == {
+        "read_Bps": 3e9,
+        "write_Bps": 1e9,
+        "latency_ns": 90_000,
+        "capacity_bytes": 1e12,
+    }
+
+
+def test_a_disk_is_measured_and_nothing_stays_on_it(tmp_path):
+    try:
+        found = measure_disk(tmp_path, nbytes=16 << 20)
+    except OSError as err:
+        pytest.skip(f"no direct I/O here: {err}")
+    assert found.read_Bps > 1e6
+    assert found.write_Bps > 1e6
+    assert 0 < found.latency_ns < 1e9
+    assert list(tmp_path.iterdir()) == []
