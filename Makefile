@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench clean install
+.PHONY: demo test lint bench gpu-check clean install
 
 install: $(STAMP)
 
@@ -29,6 +29,9 @@ test: lint
 
 bench: install
 	$(BIN)/python benchmarks/bench.py
+
+gpu-check: install
+	$(BIN)/python benchmarks/gpu_check.py
 
 clean:
 	rm -rf $(VENV) .lint build dist *.egg-info outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,8 +7,10 @@ import sys
 import time
 from collections.abc import Callable
 
+import chunks
 import codec_speed
 import convergence
+import offload
 import overhead
 import prediction
 import rivals
@@ -18,6 +20,8 @@ BENCHMARKS: dict[str, tuple[str, Callable[[], None]]] = {
     "codec": ("speed of the quantization kernels", codec_speed.main),
     "simulator": ("speed of the simulator", lambda: simulator_speed.main([])),
     "rivals": ("error of qgZ and its rivals against the number of ranks", rivals.main),
+    "chunks": ("the two hops of qgZ in a pipeline, and fused kernels", lambda: chunks.main([])),
+    "offload": ("offload to disk", offload.main),
     "overhead": ("cost of the policy path", overhead.main),
     "prediction": ("truth of the predictions", lambda: prediction.main([])),
     "convergence": ("convergence under quantization", lambda: convergence.main([])),

@@ -4,7 +4,7 @@ Run: python benchmarks/offload.py [FOLDER]
 
 The page cache is out of play: both use direct I/O. FOLDER is on the disk in question (default: a temporary one).
 The rates are what `cluster.disk.read_Bps` and `cluster.disk.write_Bps` mean; with them
-`twinbed target=sim offload=disk` predicts the slow-down that is measured here.
+the simulator predicts the slow-down that is measured in the same launch.
 """
 
 from __future__ import annotations
@@ -14,18 +14,24 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from chunks import predicted
 
+from twinbed.analysis.record import read_record
 from twinbed.conf.compose import compose
-from twinbed.runtime.case import Case
+from twinbed.runtime.case import CALIBRATE, Case
 from twinbed.runtime.launcher import launch_local
+from twinbed.runtime.machine import BusyWatch
+from twinbed.runtime.measured import merged
 from twinbed.runtime.offload.disk_rate import measure_disk
 from twinbed.runtime.offload.header import lay_out
 from twinbed.runtime.offload.region import Region
 from twinbed.runtime.offload.store import Store
 
+PROBE = "twinbed.runtime.probe:probe_case"
 ENTRY_BYTES = 64 << 20
 NUM_ENTRIES = 8
 ROUNDS = 3
@@ -34,9 +40,9 @@ STEPS = 6
 TRAINED = {"layers": 8, "hidden": 512, "heads": 8, "vocab": 256, "sequence": 256}
 
 
-def main() -> None:
+def main(argv: Sequence[str] = ()) -> None:
     """Print the disk's rates, the store's beside them, and a training's iteration with and without."""
-    with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as name:
+    with tempfile.TemporaryDirectory(dir=argv[0] if argv else None) as name:
         folder = Path(name)
         print(f"{'':34}{'read GB/s':>11}{'write GB/s':>12}")
         shares: list[tuple[float, float]] = []
@@ -95,24 +101,43 @@ def _training(folder: Path) -> None:
         "batch.micro=4",
         f"steps={STEPS}",
     ]
-    names = {"none": [], "disk": ["offload=disk"]}
+    keys = {"none": [], "disk": ["offload=disk"]}
+    composed = {name: compose([*common, *overrides]) for name, overrides in keys.items()}
+    disk = composed["disk"].resolved
     cases = [
-        Case(name=name, folder=name, experiment=compose([*common, *overrides]).resolved)
-        for name, overrides in names.items()
+        Case(name="probe0", folder="probe0", experiment=disk, kind=PROBE),
+        Case(name="calibration", folder="calibration", experiment=disk, kind=CALIBRATE),
+        *(Case(name=name, folder=name, experiment=one.resolved) for name, one in composed.items()),
+        Case(name="probe1", folder="probe1", experiment=disk, kind=PROBE),
     ]
-    cluster = compose(common).experiment.cluster
-    outcome = launch_local(folder / "runs", cluster=cluster, cases=cases, timeout_s=600, show_progress=False)
+    runs, watch = folder / "runs", BusyWatch()
+    cluster = composed["disk"].experiment.cluster
+    outcome = launch_local(runs, cluster=cluster, cases=cases, timeout_s=600, show_progress=False)
+    void = watch.reason()
     if outcome.exit_code:
         raise SystemExit(outcome.error)
-    results = {name: json.loads((folder / "runs" / name / "result.json").read_text()) for name in names}
-    iteration_s = {name: result["iteration_s"]["p50"] for name, result in results.items()}
-    same = results["none"]["loss"] == results["disk"]["loss"]
-    for name, seconds in iteration_s.items():
-        peak = results[name]["memory_bytes"]["peak"]
-        print(f"training, offload={name:4}: {seconds:7.3f} s an iteration, peak {peak / 1e6:6.0f} MB")
-    slow_down = iteration_s["disk"] / iteration_s["none"]
-    print(f"slow-down {slow_down:.2f}; losses {'equal bit by bit' if same else 'DIFFER'}")
+    probes = [json.loads((runs / name / "probe.json").read_text()) for name in ("probe0", "probe1")]
+    calibration = json.loads((runs / "calibration" / "calibration.json").read_text())
+    real = {name: read_record(runs / name).result for name in composed}
+    said = {name: predicted(one, merged(probes), calibration).result for name, one in composed.items()}
+    same = real["none"]["loss"] == real["disk"]["loss"]
+    slow_down = {}
+    for what, results in (("measured", real), ("predicted", said)):
+        seconds = {name: result["iteration_s"]["p50"] for name, result in results.items()}
+        slow_down[what] = seconds["disk"] / seconds["none"]
+        print(
+            f"training, {what:9}: {seconds['none']:.3f} s an iteration, with offload=disk {seconds['disk']:.3f}, "
+            f"slow-down {slow_down[what]:.2f}"
+        )
+    peaks = {name: result["memory_bytes"]["peak"] / 1e6 for name, result in real.items()}
+    print(f"peak of the process {peaks['none']:.0f} MB, with offload=disk {peaks['disk']:.0f} MB")
+    off = slow_down["predicted"] / slow_down["measured"] - 1
+    print(
+        f"predicted slow-down off by {off:+.1%} (goal 15%); losses {'equal bit by bit' if same else 'DIFFER'}"
+    )
+    if void is not None:
+        print(f"void: {void}")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
