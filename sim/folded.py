@@ -128,7 +128,7 @@ class Folded:
         way = self._nccl.way(transfer)
         choose = self._wires.pairwise if way.pattern == PAIRWISE else self._wires.ring
         route = choose(transfer.axis, of_class)
-        channels = self._machine.costs.cluster.nccl.channels if way.pattern == RING else 1
+        channels = self._machine.costs.cluster.ring_channels if way.pattern == RING else 1
         if channels > 1:  # each a flow with its part of the bytes, and all alike
             route = tuple((link, channels * load) for link, load in route)
         return (Stage(way.latency_ns + fixed_ns, ((way.nbytes / channels, route),)),)

@@ -124,7 +124,7 @@ class NcclSteps:
         return over
 
     def _send(self, source: int, target: int, nbytes: float, after_ns: int, *, pooled: bool) -> Any:
-        channels = self._machine.costs.cluster.nccl.channels if pooled else 1
+        channels = self._machine.costs.cluster.ring_channels if pooled else 1
         return self._machine.send(
             source, target, nbytes, after_ns=after_ns, in_order=False, pooled=pooled, channels=channels
         )

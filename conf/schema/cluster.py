@@ -9,6 +9,8 @@ from omegaconf import MISSING
 from .. import conditions
 from .limits import MAX_RANKS, require
 
+NCCL_MAX_CHANNELS = 32  # MAXCHANNELS of 2.18
+
 
 class NodeKind(Enum):
     """How the GPUs of a node are joined."""
@@ -149,7 +151,9 @@ class NcclConf:
     algorithm: Algorithm = Algorithm.auto  # of an all-reduce
     protocols: list[str] = field(default_factory=lambda: ["simple"])  # that the tuner chooses from
     base_latency: bool = False  # NCCL's own constants for the begin of a call come on top of the hops
-    channels: int = 1  # of a ring: where it shares links with other traffic it counts as so many flows
+    # of a ring: where it shares links with other traffic it counts as so many flows; null: 2 for each of a node's links,
+    # as NCCL makes them (2.18, src/graph: its search gives each NIC a ring, ncclTopoPostset doubles what was found)
+    channels: int | None = None
 
     def __post_init__(self) -> None:
         legal = ("ll", "ll128", "simple")
@@ -159,7 +163,8 @@ class NcclConf:
             list(self.protocols),
             f"some of {list(legal)}",
         )
-        require(self.channels >= 1, "cluster.nccl.channels", self.channels, ">= 1")
+        channels = self.channels
+        require(channels is None or channels >= 1, "cluster.nccl.channels", channels, ">= 1, or null")
 
 
 @dataclass(kw_only=True)
@@ -267,6 +272,13 @@ class ClusterConf:
     @property
     def num_ranks(self) -> int:
         return self.nodes * self.devices_per_node
+
+    @property
+    def ring_channels(self) -> int:
+        """The flows that a ring of NCCL counts as where it shares links."""
+        if self.nccl.channels is not None:
+            return self.nccl.channels
+        return min(NCCL_MAX_CHANNELS, 2 * self.inter_node.links)
 
     @property
     def kinds(self) -> list[tuple[str, DeviceConf, int]]:

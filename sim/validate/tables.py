@@ -31,7 +31,6 @@ TABLES: dict[str, Table] = {
             _SHAPES,
             _SEQUENCE,
             "DeepSpeed's default limits, and reduce_bucket_size 1e7 of the tutorial",
-            "8 NCCL channels, between 1 and 8, with the cells in sight",
         ),
         (
             "the model's form (what overlaps what, 4 links as 8/3) was chosen with all cells in sight: only the "
