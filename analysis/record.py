@@ -162,6 +162,13 @@ def comm_means(rows: Iterable[LedgerRow], *, num_ranks: int, num_iterations: int
         wire += row.wire_bytes * row.count
         inter += row.inter_node_bytes * row.count
         collectives += row.count
+    totals = (payload, wire, inter, collectives)
+    return means_of(totals, num_ranks=num_ranks, num_iterations=num_iterations)
+
+
+def means_of(totals: tuple[int, int, int, int], *, num_ranks: int, num_iterations: int) -> dict[str, float]:
+    """`comm_means` of what all ranks sent: bytes of payload, on the wire and between nodes, and collectives."""
+    payload, wire, inter, collectives = totals
     share = 1 / (num_ranks * max(num_iterations, 1))
     return {
         "payload_bytes": payload * share,

@@ -48,6 +48,13 @@ class Timing:
             [t + by_ns for t in self.ends_ns],
         )
 
+    def repeats(self, other: "Timing") -> bool:
+        """Whether this is `other` shifted."""
+        by_ns = self.start_ns - other.start_ns
+        return self.starts_ns == [t + by_ns for t in other.starts_ns] and self.ends_ns == [
+            t + by_ns for t in other.ends_ns
+        ]
+
     def border(self, by_ns: int) -> "Timing":
         """Shifted, without its items."""
         return Timing(self.start_ns + by_ns, self.end_ns + by_ns, [], [])
@@ -288,7 +295,9 @@ class Executor:
         known = self._takes_ns.get(key)
         if known is None:
             ns = costs.ns
-            known = self._takes_ns[key] = [sum([ns(part.work) for part in i.parts]) for i in program.items]
+            known = self._takes_ns[key] = [
+                sum([ns(part.work) for part in item.parts]) if item.parts else 0 for item in program.items
+            ]
         return known
 
     def _repeats(self, now: int) -> bool:

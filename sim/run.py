@@ -74,6 +74,7 @@ class Run:
             )
         self.engine = make_engine(Setup(experiment, spec, policy, Costs(experiment, spec, policy)))
         self.mesh = self.engine.mesh
+        self.ledger = Ledger(self.mesh)
         self.decided: list[list[tuple[str, str]]] = []  # for each segment
         self.segments = self._segments()
         self.codec_scale = self._codec_scale()
@@ -190,12 +191,14 @@ class Run:
 
     def check_size(self, programs: Mapping[int, Program], steps: int) -> None:
         """Refuse a run whose record nobody could read, before it is made: each collective is a row."""
-        ledger = Ledger(self.mesh)
         segment = Segment(0, False, programs)
+        most = max(self.ledger.num_rows(rank, program) for rank, program in programs.items())
+        if most * steps * self.mesh.num_ranks <= MAX_LEDGER_ROWS:
+            return  # whatever classes there are
         ranks: Iterable[int] = range(self.mesh.num_ranks)
         if self.folded:
             ranks = [each.rank for each in rank_classes(self.mesh, [programs])]
-        rows = sum(ledger.num_rows(rank, segment.program(rank)) for rank in ranks)
+        rows = sum(self.ledger.num_rows(rank, segment.program(rank)) for rank in ranks)
         if rows * steps > MAX_LEDGER_ROWS:
             raise ValueError(
                 f"steps={steps}: the ledger would have {rows * steps:,} rows, {rows:,} a step; simulated, it "

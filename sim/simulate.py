@@ -1,15 +1,13 @@
 """One experiment in simulated time: from its config to its record."""
 
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
 
 import numpy as np
 
-from ..analysis.record import Decision, LedgerRow, Record, Span, comm_means, iteration_stats, new_result
+from ..analysis.record import Record, iteration_stats, means_of, new_result
 from ..conf.model_spec import ModelSpec
 from ..conf.schema import Backend, ClusterConf, Engine, ExperimentConf, Target
 from ..policies.comm import CommPolicy
@@ -17,14 +15,13 @@ from .costs import Costs, with_value
 from .energy import energy_j
 from .engines import EngineModel, Fsdp2, Setup
 from .goodput import goodput_of
-from .ledger import Ledger, RankClass, rank_classes
+from .ledger import RankClass, rank_classes
 from .machine import ARRIVAL_SKEW_NS
 from .memory import at_most, convention, memory_over_time, out_of_memory, peak
-from .run import TIMELINE_STEPS, Run, Simulated
-from .timeline import phases, spans
+from .record import SimulatedRecord, collector_paused
+from .run import Run, Simulated
+from .timeline import phases
 from .topology import TCP_LATENCY_NS
-
-TIMELINE_RANKS = 64  # the timeline shows so many ranks, each the first of its class, at most
 
 
 def make_engine(setup: Setup) -> EngineModel:
@@ -97,7 +94,7 @@ def _simulated(
     git_commit: str,
     fold: bool | None,
 ) -> Record:
-    with _collector_paused():
+    with collector_paused():
         run = Run(experiment, spec, policy, fold, make_engine)
         cluster = run.experiment.cluster
         nominal = run.simulate(cluster)
@@ -105,18 +102,6 @@ def _simulated(
         if cluster.guesses and nominal.error is None:
             bounds = [run.iteration_s(run.simulate(_guess(cluster, i))) for i in (0, 1)]
         return _record(run, nominal, bounds, resolved, git_commit)
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """What a run makes is needed until its record is there: a fourth of the time would go to looking for garbage."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _smallest(cluster: ClusterConf) -> str:
@@ -173,7 +158,7 @@ def _record(
     classes = _classes(run)
     times = run.iteration_s(nominal)
     begun = len(next(iter(nominal.timings.values())))  # segments that all ranks have ended
-    rows = Ledger(run.mesh).rows(run.segments[:begun], classes)
+    sent = run.ledger.trained(run.segments[:begun], classes)
     stats = iteration_stats(times, experiment.warmup_steps)
     if bounds and stats["n"]:
         means = [iteration_stats(b, experiment.warmup_steps)["mean"] for b in (times, *bounds)]
@@ -188,7 +173,7 @@ def _record(
         "error": nominal.error or error,
         "warnings": list(run.warnings),
         "iteration_s": stats,
-        "comm": comm_means(_training(rows), num_ranks=run.mesh.num_ranks, num_iterations=len(times)),
+        "comm": means_of(sent, num_ranks=run.mesh.num_ranks, num_iterations=len(times)),
         "memory_bytes": held,
         "memory_peak": peak(points).reason(),
         "memory_convention": convention(experiment, run.policy).value,
@@ -212,11 +197,7 @@ def _record(
     good = goodput_of(experiment.goodput, num_nodes=experiment.cluster.nodes)
     if good is not None:
         result["goodput"] = good.plain()
-    return Record(result, rows, _decisions(run), _spans(run, nominal))
-
-
-def _training(rows: Sequence[LedgerRow]) -> list[LedgerRow]:
-    return [row for row in rows if row.phase != "eval"]
+    return SimulatedRecord(result, run, nominal, classes)
 
 
 def _classes(run: Run) -> tuple[RankClass, ...]:
@@ -314,26 +295,6 @@ def _alike(run: Run, nominal: Simulated, classes: Sequence[RankClass]) -> list[t
             (int(members[at]), int(n), fold.ranks[c]) for c, at, n in zip(own, first, counts, strict=True)
         ]
     return sorted(found)
-
-
-def _decisions(run: Run) -> list[Decision]:
-    """Of rank 0: all ranks run one program, so they decide alike."""
-    return [
-        Decision(0, segment.iteration, event, action)
-        for segment, decided in zip(run.segments, run.decided, strict=True)
-        for event, action in decided
-    ]
-
-
-def _spans(run: Run, nominal: Simulated) -> list[Span]:
-    shares = nominal.machine.shares_cores
-    return [
-        span
-        for rank, timings in list(nominal.timings.items())[:TIMELINE_RANKS]
-        for segment, timing in zip(run.segments[:TIMELINE_STEPS], timings, strict=False)
-        if timing.starts_ns  # else it repeats the one before
-        for span in spans(rank, segment, timing, nominal.machine.costs_of(rank), shares_cores=shares)
-    ]
 
 
 def _guessed_inputs(cluster: ClusterConf) -> list[dict[str, Any]]:
