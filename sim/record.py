@@ -7,19 +7,21 @@ from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
-from ..analysis.record import Decision, Record, Span
+from ..analysis.record import Counter, Decision, Record, Span
 from .executor import Timing
 from .ledger import RankClass
+from .memory_clock import MemoryClock
 from .program import Program
 from .run import TIMELINE_STEPS, Run, Simulated
 from .timeline import spans
 
 TIMELINE_RANKS = 64  # the timeline shows so many ranks, each the first of its class, at most
+_ROWS = ("ledger", "decisions", "spans", "counters")
 _SPAN = attrgetter("rank", "stream", "name", "start_ns", "end_ns", "nbytes")
 
 
 class SimulatedRecord(Record):
-    """`ledger`, `decisions` and `spans` are made together when one of them is first read.
+    """`ledger`, `decisions`, `spans` and `counters` are made together when one of them is first read.
 
     They are most of what a record holds, and a sweep, a fit or a validation reads none of them.
     """
@@ -27,23 +29,34 @@ class SimulatedRecord(Record):
     __slots__ = ("_behind",)
 
     def __init__(
-        self, result: Mapping[str, Any], run: Run, simulated: Simulated, classes: Sequence[RankClass]
+        self,
+        result: Mapping[str, Any],
+        run: Run,
+        simulated: Simulated,
+        classes: Sequence[RankClass],
+        memory: MemoryClock,
     ) -> None:
         self.result = dict(result)
         self.missing = ()
-        self._behind: tuple[Run, Simulated, Sequence[RankClass]] | None = (run, simulated, classes)
+        self._behind: tuple[Run, Simulated, Sequence[RankClass], MemoryClock] | None = (
+            run,
+            simulated,
+            classes,
+            memory,
+        )
 
     def __getattr__(self, name: str) -> Any:
         """Of a slot that has no value yet."""
-        if name not in ("ledger", "decisions", "spans") or self._behind is None:
+        if name not in _ROWS or self._behind is None:
             raise AttributeError(name)
-        (run, simulated, classes), self._behind = self._behind, None
+        (run, simulated, classes, memory), self._behind = self._behind, None
         begun = len(next(iter(simulated.timings.values())))  # segments that all ranks have ended
         with collector_paused():
             made = {
                 "ledger": run.ledger.rows(run.segments[:begun], classes),
                 "decisions": _decisions(run),
                 "spans": _spans(run, simulated),
+                "counters": _counters(run, simulated, memory),
             }
         for each, rows in made.items():
             if not hasattr(self, each):  # nobody has put others there
@@ -91,3 +104,13 @@ def _spans(run: Run, nominal: Simulated) -> list[Span]:
             if own:
                 before = (program, timing, [*zip(*map(_SPAN, own), strict=True)])
     return found
+
+
+def _counters(run: Run, simulated: Simulated, memory: MemoryClock) -> list[Counter]:
+    """Of the training steps that the timeline shows."""
+    return [
+        counter
+        for at, segment in enumerate(run.segments[:TIMELINE_STEPS])
+        if not segment.validation and all(at < len(own) for own in simulated.timings.values())
+        for counter in memory.counters(segment, {r: own[at] for r, own in simulated.timings.items()})
+    ]

@@ -18,6 +18,7 @@ from .goodput import goodput_of
 from .ledger import RankClass, rank_classes
 from .machine import ARRIVAL_SKEW_NS
 from .memory import at_most, convention, memory_over_time, out_of_memory, peak
+from .memory_clock import MemoryClock
 from .record import SimulatedRecord, collector_paused
 from .run import Run, Simulated
 from .timeline import phases
@@ -165,7 +166,7 @@ def _record(
         stats["high"], stats["low"] = max(means), min(means)
     unit_bytes = list(run.engine.unit_bytes.values())
     points = memory_over_time(experiment, run.spec, run.policy, unit_bytes)
-    held = at_most(points)
+    held, memory = at_most(points), MemoryClock(experiment.engine, points, nominal.fold)
     key, smallest, _ = min(experiment.cluster.kinds, key=lambda kind: kind[1].memory_bytes)
     error = out_of_memory(held, smallest.memory_bytes, points, key=f"cluster.{key}.memory_bytes")
     result |= {
@@ -177,7 +178,7 @@ def _record(
         "memory_bytes": held,
         "memory_peak": peak(points).reason(),
         "memory_convention": convention(experiment, run.policy).value,
-        "memory_over_time": [{"phase": p.phase, "unit": p.unit, **p.held} for p in points],
+        "memory_over_time": _memory_over_time(run, nominal, memory),
         "folded": run.folded,
         "classes": [{"rank": c.rank, "count": c.count, "ranks": [list(r) for r in c.ranks]} for c in classes],
         "guessed_inputs": _guessed_inputs(experiment.cluster),
@@ -197,7 +198,7 @@ def _record(
     good = goodput_of(experiment.goodput, num_nodes=experiment.cluster.nodes)
     if good is not None:
         result["goodput"] = good.plain()
-    return SimulatedRecord(result, run, nominal, classes)
+    return SimulatedRecord(result, run, nominal, classes, memory)
 
 
 def _classes(run: Run) -> tuple[RankClass, ...]:
@@ -258,14 +259,27 @@ def _fitted_constants(cluster: ClusterConf) -> list[dict[str, Any]]:
     ]
 
 
-def _phases(run: Run, nominal: Simulated, classes: Sequence[RankClass]) -> dict[str, Any]:
-    """Of the last training step whose items were kept."""
+def _shown_step(run: Run, nominal: Simulated) -> int | None:
+    """The last training step whose items were kept; None: there is none."""
     done = len(next(iter(nominal.timings.values())))
     steps = [i for i, s in enumerate(run.segments[:done]) if not s.validation]
     whole = [i for i in steps if all(timings[i].starts_ns for timings in nominal.timings.values())]
-    if not whole:
+    return whole[-1] if whole else None
+
+
+def _memory_over_time(run: Run, nominal: Simulated, memory: MemoryClock) -> list[dict[str, Any]]:
+    """Of the step that `phases_s` is of."""
+    at = _shown_step(run, nominal)
+    if at is None:
+        return []
+    return memory.plain(run.segments[at], {rank: own[at] for rank, own in nominal.timings.items()})
+
+
+def _phases(run: Run, nominal: Simulated, classes: Sequence[RankClass]) -> dict[str, Any]:
+    """Of the last training step whose items were kept."""
+    at = _shown_step(run, nominal)
+    if at is None:
         return {}
-    at = whole[-1]
     end = max(timings[at].end_ns for timings in nominal.timings.values())
     by_rank = {
         rank: phases(rank, run.segments[at], timings[at], until_ns=end).seconds()
