@@ -93,6 +93,7 @@ class Executor:
         root: The rank that does what only the root does (`Item.only_root`).
         classes: Whether each rank stands for a class. A run whose segments are all alike then ends as soon as the
             ranks begin a segment as far apart from each other as the one before.
+        counts: How many ranks each stands for; None: for itself.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Executor:
         *,
         root: int = 0,
         classes: bool = False,
+        counts: Mapping[int, int] | None = None,
     ) -> None:
         self._env = machine.env
         self._machine = machine
@@ -110,6 +112,7 @@ class Executor:
         self._ranks = {rank: _Rank() for rank in ranks}
         self._root = root
         self._classes = classes
+        self._counts = dict(counts or {})
         self._workers: dict[int, dict[str, list[Item]]] = {}
         self._takes_ns: dict[tuple[int, int], list[int]] = {}
         self._history: list[int] | None = None
@@ -332,6 +335,12 @@ class Executor:
         waits = sorted({f"rank {a} waits for rank {b}" for a, b in self._collectives.missing()})
         places = "; ".join(f"ranks {ranks}: {text}" for text, ranks in where.items())
         return (
-            f"the simulation came to rest at {self._env.now} ns, but ranks {unfinished} have not finished: "
-            f"{places}{': ' if waits else ''}{', '.join(waits)}"
+            f"the simulation came to rest at {self._env.now} ns, but ranks {unfinished} have not finished"
+            f"{self._stand_for(unfinished)}: {places}{': ' if waits else ''}{', '.join(waits)}"
         )
+
+    def _stand_for(self, ranks: Sequence[int]) -> str:
+        """How many ranks those that are simulated stand for, where it is more than themselves."""
+        many = {rank: self._counts[rank] for rank in ranks if self._counts.get(rank, 1) > 1}
+        told = ", ".join(f"rank {rank} for {count}" for rank, count in many.items())
+        return f" (each stands for ranks that behave alike: {told})" if told else ""

@@ -222,7 +222,7 @@ def _rates(run: Run, costs: Costs, mean_s: float | None) -> dict[str, Any]:
         "tokens_per_s": tokens_per_s,
         "tflops_per_gpu": flop_per_s / 1e12,
         "tflops_per_gpu_hardware": costs.hardware_flop() / mean_s / 1e12,
-        "mfu": flop_per_s / (cluster.emulated_flops_per_s or _mean(cluster, "flop_per_s")),
+        "mfu": flop_per_s / (cluster.emulated_flops_per_s or _peak_flop_per_s(experiment)),
     }
     if experiment.train.tokens:
         rates["time_to_train_s"] = experiment.train.tokens / tokens_per_s
@@ -230,6 +230,13 @@ def _rates(run: Run, costs: Costs, mean_s: float | None) -> dict[str, Any]:
         priced = all(device.price_per_hour is not None for _, device, _ in cluster.kinds)
         rates["cost"] = rates["gpu_hours"] * _mean(cluster, "price_per_hour") if priced else None
     return rates
+
+
+def _peak_flop_per_s(experiment: ExperimentConf) -> float:
+    """Of the devices at the run's precision, mean over all ranks."""
+    cluster, element = experiment.cluster, experiment.precision.element_bytes
+    total = sum(device.peak_flop_per_s(element) * count for _, device, count in cluster.kinds)
+    return total / cluster.num_ranks
 
 
 def _mean(cluster: ClusterConf, name: str) -> float:
