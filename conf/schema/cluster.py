@@ -40,6 +40,8 @@ class DeviceConf:
 
     name: str = "cpu"
     flop_per_s: float = 1e12  # dense peak at the run's precision
+    # the same with precision=fp32, without TF32, which torch leaves off for matmuls; null: flop_per_s
+    flop_per_s_fp32: float | None = None
     matmul_efficiency: float = 0.5  # share of the peak that large matmuls reach within a tile
     matmul_fixed_tokens: float = 0.0  # each linear product takes as long as with so many tokens more
     matmul_ramp: int = 0  # products along k that a tile's start and end cost
@@ -81,9 +83,17 @@ class DeviceConf:
         )
         for key in ("flop_per_s", "memory_bytes", "memory_Bps"):
             require(getattr(self, key) > 0, f"cluster.device.{key}", getattr(self, key), "> 0")
+        fp32 = self.flop_per_s_fp32
+        require(fp32 is None or fp32 > 0, "cluster.device.flop_per_s_fp32", fp32, "> 0, or null")
         require(self.launch_ns >= 0, "cluster.device.launch_ns", self.launch_ns, ">= 0")
         price = self.price_per_hour
         require(price is None or price >= 0, "cluster.device.price_per_hour", price, ">= 0 or null")
+
+    def peak_flop_per_s(self, element_bytes: int) -> float:
+        """Dense peak on numbers of so many bytes."""
+        if element_bytes >= 4 and self.flop_per_s_fp32 is not None:
+            return self.flop_per_s_fp32
+        return self.flop_per_s
 
 
 @dataclass(kw_only=True)

@@ -19,7 +19,7 @@ _BERT = (
     "4 micro-batches and fp16, as in ColossalAI-Examples",
 )
 _GPT3 = (
-    "A100 40 GB (memory of 36-40 GB points to it), 8 a node, 8 HDR links",
+    "A100 40 GB at 1555 GB/s (memory of 36-40 GB points to it), 8 a node, 8 HDR links",
     "96 GPUs: tensor 4 x pipeline 24",
 )
 

@@ -225,6 +225,8 @@ def test_a_failed_rank_ends_the_run_and_names_who_waits(make_experiment, make_sp
     assert record.result["error"].startswith(f"rank 2 failed at {2.5 * mean_s:g} s: ")
     assert "waits for rank 2" in record.result["error"]
     assert "iteration 2" in record.result["error"]
+    stands = "(each stands for ranks that behave alike: rank 0 for 3)"  # zero3: all but the one that failed
+    assert (stands in record.result["error"]) == fold
     assert record.result["iteration_s"]["n"] == 2
     assert {row.iteration for row in record.ledger} == {0, 1}
 

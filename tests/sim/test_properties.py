@@ -215,7 +215,6 @@ def test_busy_and_idle_are_the_span(cluster, comm, factor):
     data=st.data(),
 )
 def test_relabelling_equal_ranks_changes_nothing(cluster, comm, factor, data):
-    assume(cluster.sites == 1)
     first, second = (data.draw(st.integers(0, cluster.num_ranks - 1)) for _ in range(2))
     means = [
         simulate(experiment_of(replace(cluster, slowdown={rank: factor}), comm), spec=SPEC).result[
