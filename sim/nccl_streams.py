@@ -1,7 +1,8 @@
 """NCCL's trees and chains step by step: data that streams over all hops at once.
 
 The first chunk goes hop by hop, up a tree and down again, and waits at each rank until that has come. When it is
-through everywhere, all hops carry the stream: none is more than a part ahead of the hop that feeds it.
+through everywhere, all hops carry the stream: none is more than a part ahead of the hop that feeds it. A rank goes on
+when the stream is through everywhere: what a buffer between two ranks holds is left out.
 """
 
 from dataclasses import dataclass
@@ -49,22 +50,13 @@ class _Stream:
         self.group = group
         self.lanes = lanes
         self.come = {rank: env.event() for rank in group}
-        self.over = {rank: env.event() for rank in group}
-        self.flowing: dict[Hop, int] = {}  # how many lanes' hops that begin and end there are not through
-        for lane in lanes:
-            for hop in lane.feeders():
-                self.flowing[hop] = self.flowing.get(hop, 0) + 1
-        self.left = dict.fromkeys(group, 0)  # hops of each rank that are not through
-        for (source, target), count in self.flowing.items():
-            self.left[source] += count
-            self.left[target] += count
+        self.over = env.event()
+        self.flowing = {(lane, hop): None for lane, each in enumerate(lanes) for hop in each.feeders()}
 
-    def end(self, hop: Hop) -> None:
-        self.flowing[hop] -= 1
-        for rank in hop:
-            self.left[rank] -= 1
-            if not self.left[rank]:
-                self.over[rank].succeed()
+    def end(self, lane: int, hop: Hop) -> None:
+        del self.flowing[lane, hop]
+        if not self.flowing:
+            self.over.succeed()
 
 
 class Streams:
@@ -77,22 +69,21 @@ class Streams:
         self._open: dict[tuple[Tag, int], _Stream] = {}
 
     def run(self, rank: int, group: tuple[int, ...], transfer: Transfer, way: Way, tag: Tag) -> Steps:
-        """Take part as `rank`, until all that it sends and receives is through."""
+        """Take part as `rank`."""
         env = self._machine.env
         key = (tag, group[0])
         stream = self._open.get(key)
         if stream is None:
             stream = self._open[key] = _Stream(env, group, self._lanes(group, transfer))
-            for lane in stream.lanes:
+            for number, lane in enumerate(stream.lanes):
                 # a tree's data goes up and down: so a fourth of what the way counts is on each hop of each tree
                 share = 1 / (len(stream.lanes) * (lane.up + lane.down))
-                env.process(self._carry(stream, lane, way, way.nbytes * share, self._channels * share))
+                env.process(self._carry(stream, number, way, way.nbytes * share, self._channels * share))
         if way.base_ns:
             yield env.timeout(way.base_ns)
         stream.come[rank].succeed()
-        yield stream.over[rank]
-        if not any(stream.left.values()):
-            self._open.pop(key, None)
+        yield stream.over
+        self._open.pop(key, None)
 
     def missing(self) -> list[tuple[int, int]]:
         """(A waiting rank, a rank that it waits for)."""
@@ -103,7 +94,7 @@ class Streams:
             if absent:
                 found += [(here, there) for here in come for there in absent]
             else:
-                found += [(target, source) for (source, target), left in stream.flowing.items() if left]
+                found += [(target, source) for _, (source, target) in stream.flowing]
         return found
 
     def _lanes(self, group: tuple[int, ...], transfer: Transfer) -> list[_Lane]:
@@ -117,9 +108,9 @@ class Streams:
         above[root] = -1
         return [_lane(group, above, up=not down, down=down)]
 
-    def _carry(self, stream: _Stream, lane: _Lane, way: Way, nbytes: float, channels: float) -> Steps:
+    def _carry(self, stream: _Stream, number: int, way: Way, nbytes: float, channels: float) -> Steps:
         """All of one lane, from the first rank's coming on."""
-        env = self._machine.env
+        env, lane = self._machine.env, stream.lanes[number]
         turn = self._first_up(stream, lane, lane.root, way) if lane.up else stream.come[lane.root]
         yield turn
         if lane.down:
@@ -129,7 +120,9 @@ class Streams:
         through = {hop: [env.event() for _ in range(PARTS)] for hop in feeders}
         for hop, before in feeders.items():
             feeding = [through[other] for other in before]
-            env.process(self._flow(stream, hop, through[hop], feeding, nbytes / PARTS, channels))
+            env.process(self._flow(through[hop], feeding, hop, nbytes / PARTS, channels)).callbacks.append(
+                lambda _, hop=hop: stream.end(number, hop)
+            )
 
     def _first_up(self, stream: _Stream, lane: _Lane, rank: int, way: Way) -> Any:
         """Fires when the first chunk of all below has come to `rank`, and itself."""
@@ -157,7 +150,7 @@ class Streams:
         return env.all_of([env.process(fall(below)) for below in lane.below[rank]])
 
     def _flow(
-        self, stream: _Stream, hop: Hop, own: list[Any], feeding: list[list[Any]], nbytes: float, channels: float
+        self, own: list[Any], feeding: list[list[Any]], hop: Hop, nbytes: float, channels: float
     ) -> Steps:
         for k, over in enumerate(own):
             for other in feeding:
@@ -167,7 +160,6 @@ class Streams:
             over.succeed()
         for other in feeding:
             yield other[-1]
-        stream.end(hop)
 
 
 def _lane(group: tuple[int, ...], above: list[int], *, up: bool, down: bool) -> _Lane:
