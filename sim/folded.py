@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..conf.schema import Algorithm, Backend
 from ..policies.mesh import HPZ, LOCAL, NODE, WORLD, Mesh
 from .classes import Fold
@@ -17,7 +20,7 @@ from .collectives import Letters
 from .conditions import Conditions
 from .gloo import Gloo
 from .interpreter import Transfer, peer_of
-from .levels import PAIRWISE, Traffic, Use
+from .levels import CHAIN, PAIRWISE, TREE, Traffic, Use
 from .machine import Machine, Steps, Tag
 from .nccl import Nccl, Way
 from .network import NEVER_NS, Route, Stage
@@ -27,12 +30,13 @@ from .wires import Wires, uses_of
 class _Meeting:
     """The classes of one circle at one collective. `over` fires when it has ended."""
 
-    __slots__ = ("classes", "come", "over")
+    __slots__ = ("came_ns", "classes", "come", "over")
 
     def __init__(self, classes: tuple[int, ...], over: Any) -> None:
         self.classes = classes
         self.over = over
         self.come: list[int] = []
+        self.came_ns: list[int] = []
 
 
 class _Exchange(_Meeting):
@@ -84,6 +88,7 @@ class Folded:
         self._launch_ns = cluster.device.launch_ns if self._nccl is not None else 0
         self._channels = cluster.nccl.channels
         self._stages: dict[tuple[int, int], tuple[Transfer, tuple[Stage, ...]]] = {}
+        self._lanes: dict[tuple[Use, tuple[int, int], int], list[tuple[NDArray[np.float64], float]]] = {}
         self._open: dict[tuple[Tag, str, int], _Meeting] = {}
         self._letters = Letters(machine.env, self._send)
         self._class_of = {rank: number for number, rank in enumerate(self._fold.ranks)}
@@ -116,13 +121,33 @@ class Folded:
         if meeting is None:
             meeting = self._open[key] = _Meeting(classes, self._machine.env.event())
         meeting.come.append(of_class)
+        meeting.came_ns.append(self._machine.env.now)
         if len(meeting.come) < len(classes):
             yield meeting.over
             return
-        yield from self._flows(self._of(transfer, of_class, circle.number))
+        early_ns = 0
+        if self._nccl is not None and meeting.came_ns[0] < self._machine.env.now:
+            early_ns = self._early_ns(self._nccl, self._nccl.way(transfer), circle.number, meeting)
+        yield from self._flows(self._of(transfer, of_class, circle.number), -early_ns)
         yield from self._unless_dead(meeting)
         del self._open[key]
         meeting.over.succeed()
+
+    def _early_ns(self, nccl: Nccl, way: Way, circle: int, meeting: _Meeting) -> int:
+        """How much of a tree's or chain's latency has passed when the last class comes, which may be far up."""
+        if way.use.pattern not in (TREE, CHAIN):
+            return 0
+        key = (way.use, way.hops_ns, circle)
+        known = self._lanes.get(key)
+        if known is None:
+            known = self._lanes[key] = []
+            for along, down in nccl.lanes(way):
+                longest = np.zeros(len(self._fold))
+                np.maximum.at(longest, self._fold.of, along)
+                known.append((longest, down))
+        came_ns = np.array(meeting.came_ns) - self._machine.env.now
+        first_ns = max(float((came_ns + longest[meeting.come]).max()) + down for longest, down in known)
+        return way.latency_ns - way.base_ns - round(first_ns)
 
     def _exchange(self, key: tuple[Tag, str, int], of_class: int, transfer: Transfer, way: Way) -> Steps:
         """Send to each, and go on when all messages to and from this class are through."""

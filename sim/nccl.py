@@ -8,7 +8,7 @@ and the others follow in a stream, so that latencies and the bytes of the fulles
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,7 +75,7 @@ class Nccl:
         self._ns = ns
         self._reach: dict[tuple[str, int | None], Reach] = {}
         self._known: dict[Transfer, Way] = {}
-        self._climbs_ns: dict[tuple[str, int, int], int] = {}
+        self._lanes: dict[tuple[Use, tuple[int, int]], list[tuple[NDArray[np.float64], float]]] = {}
 
     def way(self, transfer: Transfer) -> Way:
         """The one that ends first on an empty network, as NCCL's tuner takes it."""
@@ -96,6 +96,20 @@ class Nccl:
         if source // node == target // node:
             return inside_ns
         return outside_ns + (self._wan_ns if source // self._per_site != target // self._per_site else 0)
+
+    def lanes(self, way: Way) -> list[tuple[NDArray[np.float64], float]]:
+        """Of each tree, or of the chain: how long a first chunk takes from each rank to the end, or up to the root and
+        from there down to all. [num_ranks], and the way down"""
+        key = (way.use, way.hops_ns)
+        if key not in self._lanes:
+            if way.use.pattern == TREE:
+                ups = [climb(a, self._latencies(a, way.hops_ns)) for a in self.traffic.parents(way.use.axis)]
+                self._lanes[key] = [(up, float(up.max())) for up in ups]
+            else:
+                following = self.traffic.peers(way.use.axis, 1)
+                following = np.where(self.traffic.sending(way.use) > 0, following, -1)
+                self._lanes[key] = [(climb(following, self._latencies(following, way.hops_ns)), 0.0)]
+        return self._lanes[key]
 
     def _expected_ns(self, way: Way) -> float:
         """As the tuner has it: to it a node's links carry of a tree what they carry of a ring."""
@@ -156,21 +170,12 @@ class Nccl:
         """Along the ring from the root, or to it."""
         hops_ns, base_ns = self._hop_ns(protocol, 1), self._base_ns(protocol, 1)
         last = (transfer.root - 1) % at.size if transfer.op == "broadcast" else transfer.root
-        use = Use(transfer.axis, CHAIN, last)
-        per_hop = self._latencies(self.traffic.peers(transfer.axis, 1), hops_ns)
-        along = np.bincount(self.traffic.groups(transfer.axis), per_hop * self.traffic.sending(use))
         nbytes = transfer.message_bytes * self._overhead(transfer.op, protocol, at)
-        return Way("chain", use, base_ns + round(along.max()), nbytes, base_ns, hops_ns)
+        return self._streamed("chain", Use(transfer.axis, CHAIN, last), nbytes, base_ns, hops_ns)
 
     def _tree(self, transfer: Transfer, protocol: str, at: Reach) -> Way:
         """Two binary trees over the nodes, a chain within each node: up, then down, pipelined."""
         hops_ns, base_ns = self._hop_ns(protocol, 0), self._base_ns(protocol, 0)
-        key = (transfer.axis, *hops_ns)
-        if key not in self._climbs_ns:
-            parents = self.traffic.parents(transfer.axis)
-            ways_up = [climb(above, self._latencies(above, hops_ns)) for above in parents]
-            self._climbs_ns[key] = round(max(float(up.max()) for up in ways_up))
-        latency_ns = 2 * self._climbs_ns[key]
         steps = TREE_SIZE_SHARE[protocol]
         power = max(0, transfer.payload_bytes // 64).bit_length() - 1
         share = TREE_SHARE * (steps[max(0, power)] if power < len(steps) else 1.0)
@@ -179,7 +184,14 @@ class Nccl:
         elif protocol == "ll128":
             share *= 7 / 9 if at.nodes == 1 else 120 / 128
         nbytes = 2.0 * transfer.payload_bytes / share
-        return Way("tree", Use(transfer.axis, TREE), base_ns + latency_ns, nbytes, base_ns, hops_ns)
+        return self._streamed("tree", Use(transfer.axis, TREE), nbytes, base_ns, hops_ns)
+
+    def _streamed(
+        self, algorithm: str, use: Use, nbytes: float, base_ns: int, hops_ns: tuple[int, int]
+    ) -> Way:
+        way = Way(algorithm, use, 0, nbytes, base_ns, hops_ns)
+        longest = max(float(along.max()) + down for along, down in self.lanes(way))
+        return replace(way, latency_ns=base_ns + round(longest))
 
     def _direct(self, transfer: Transfer, protocol: str, at: Reach, sites: int) -> Way:
         """Each rank sums its part from all others, and gives it to all others."""

@@ -2,8 +2,9 @@
 
 A part of the data goes in many chunks, of which the first takes the latency of each hop and the others follow in a
 stream. So on rings a token goes the whole way first, hop by hop and as the ranks come, then bytes follow: one part a
-round to the next rank and one from the rank before. Pairwise messages go to all peers at once. Trees and chains are in
-`nccl_streams`.
+round to the next rank and one from the rank before. Really NCCL goes round many times, with a chunk of each part; so
+the ranks of a ring end together, however their parts lie. Pairwise messages go to all peers at once. Trees and chains
+are in `nccl_streams`.
 """
 
 from typing import Any
@@ -22,6 +23,8 @@ class NcclSteps:
         self._nccl = nccl
         self._channels = machine.costs.cluster.nccl.channels
         self._posted: dict[tuple[Tag, int, int, int], tuple[Any, bool]] = {}
+        # the end of each ring, and who has done its part
+        self._rings: dict[tuple[Tag, int], tuple[Any, list[int]]] = {}
         self._streams = Streams(machine, nccl)
 
     def run(self, rank: int, group: tuple[int, ...], transfer: Transfer, tag: Tag) -> Steps:
@@ -55,6 +58,13 @@ class NcclSteps:
             going = self._post(tag, rank, to, k, nbytes, after_ns, self._channels, sends=True)
             yield self._post(tag, source, rank, k, nbytes, after_ns, self._channels, sends=False)
             yield going
+        key = (tag, group[0])
+        over, done = self._rings.setdefault(key, (self._machine.env.event(), []))
+        done.append(rank)
+        if len(done) == len(group):
+            del self._rings[key]
+            over.succeed()
+        yield over
 
     def _pairwise(self, rank: int, group: tuple[int, ...], way: Way, tag: Tag, *, phases: int) -> Steps:
         peers = [peer for peer in group if peer != rank]
