@@ -146,8 +146,15 @@ class Folded:
                 np.maximum.at(longest, self._fold.of, along)
                 known.append((longest, down))
         came_ns = np.array(meeting.came_ns) - self._machine.env.now
-        first_ns = max(float((came_ns + longest[meeting.come]).max()) + down for longest, down in known)
-        return way.latency_ns - way.base_ns - round(first_ns)
+        opens_ns = [float((came_ns + longest[meeting.come]).max()) + down for longest, down in known]
+        open_ns = max(opens_ns)
+        if open_ns > min(opens_ns):
+            # one tree flows alone at first, then both, and at the end the other: `alone` is what one tree puts on the
+            # fullest link, of what both do
+            of_axis, both = way.use.axis, nccl.traffic.bottleneck(way.use)
+            alone = max(nccl.traffic.bottleneck(Use(of_axis, TREE, tree)) for tree in (1, 2)) / both
+            open_ns -= min((open_ns - min(opens_ns)) * (1 / alone - 1), (1 - alone) * way.nbytes * both)
+        return way.latency_ns - way.base_ns - round(open_ns)
 
     def _exchange(self, key: tuple[Tag, str, int], of_class: int, transfer: Transfer, way: Way) -> Steps:
         """Send to each, and go on when all messages to and from this class are through."""
@@ -169,8 +176,7 @@ class Folded:
                 begin = partial(self._begin, exchange, transfer.axis, way.nbytes / phases, after_ns)
                 env.timeout(0).callbacks.append(lambda _, begin=begin: begin())
             yield exchange.over
-            for flow in exchange.flows[own:]:
-                yield flow
+            yield from exchange.flows[own:]
             yield from self._unless_dead(exchange)
             exchange.left -= 1
             if not exchange.left:
