@@ -125,7 +125,7 @@ class Machine:
         after_ns: int = 0,
         in_order: bool = True,
         pooled: bool = False,
-        channels: int = 1,
+        channels: float = 1,
     ) -> Any:
         """Put a message on the way, at the earliest `after_ns` from now; the event fires when all of it has left.
 
@@ -138,7 +138,7 @@ class Machine:
         amount = nbytes
         if copied:
             amount = nbytes / min(link.capacity for link, _ in path.links) * self.core_share
-        if channels > 1:
+        if channels != 1:
             amount, route = amount / channels, tuple((link, channels * load) for link, load in route)
         if not in_order:
             return self.network.flow(amount, route, after_ns=after_ns)

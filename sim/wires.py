@@ -1,10 +1,12 @@
 """The links of a folded simulation: one stands for all that are loaded alike at all times.
 
 Links of one level are alike if every use of the run loads them equally, for the same circle of classes; the
-slowest of them counts. So the number of links grows with the number of different loads, not of ranks.
+slowest of them counts. So the number of links grows with the number of different loads, not of ranks. Trees and
+chains, which load nearly all nodes as a ring does, set no links apart: among alike ones the fullest counts.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +15,7 @@ from ..conf.schema import Backend, ClusterConf
 from ..policies.mesh import Mesh
 from .classes import Fold
 from .conditions import Conditions
-from .levels import MESSAGE, NIC, OWN, PAIRWISE, RING, Level, Traffic, Use
+from .levels import CHAIN, MESSAGE, NIC, OWN, PAIRWISE, RING, TREE, Level, Part, Traffic, Use
 from .network import Network, Route
 from .topology import Link
 
@@ -24,11 +26,18 @@ class Wires:
     """Routes of folded flows.
 
     Args:
-        uses: All that the run will ask for.
+        uses: All that the run will ask for, but trees and chains.
+        exchanges: Axes over which some ranks may send to each other before others have come.
     """
 
     def __init__(
-        self, cluster: ClusterConf, fold: Fold, traffic: Traffic, conditions: Conditions, uses: Iterable[Use]
+        self,
+        cluster: ClusterConf,
+        fold: Fold,
+        traffic: Traffic,
+        conditions: Conditions,
+        uses: Iterable[Use],
+        exchanges: Collection[str] = (),
     ) -> None:
         self._fold = fold
         self._traffic = traffic
@@ -38,16 +47,30 @@ class Wires:
         self._uses = tuple(dict.fromkeys(uses))
         self._both_ways = any(use.pattern == MESSAGE for use in self._uses)
         self._numbers = {use: self._number_circles(use) for use in self._uses}
+        self._exchanges = frozenset(exchanges)
         self._kinds = {level.name: _Kind(level, *self._group(level)) for level in traffic.levels}
         self._routes: dict[tuple[Use, int], Route] = {}
+        self._parts: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Route] = {}
 
     def ring(self, axis: str, of_class: int) -> Route:
         """Of the rings of all groups in which this class and its circle meet."""
-        return self._route(Use(axis, RING), of_class)
+        return self.route(Use(axis, RING), of_class)
 
-    def pairwise(self, axis: str, of_class: int) -> Route:
-        """Of all that a rank sends when each sends to each."""
-        return self._route(Use(axis, PAIRWISE), of_class)
+    def part(self, axis: str, come: tuple[int, ...], here: tuple[int, ...]) -> Route:
+        """Of what ranks of classes that have just come exchange among themselves, and with those that are here.
+
+        The loads are of all that one rank sends when each sends to each, as those of the pairwise use.
+        """
+        key = (axis, come, here)
+        known = self._parts.get(key)
+        if known is None:
+            masks = [np.isin(self._fold.of, classes) for classes in (come, here)]
+            part = Part(*masks)
+            ranks: Index = np.flatnonzero(masks[0] | masks[1])
+            use = Use(axis, PAIRWISE)
+            loads_of = partial(self._traffic.part, use, part=part)
+            known = self._parts[key] = self._loaded(ranks, self._traffic.levels, loads_of)
+        return known
 
     def own(self, axis: str, of_class: int) -> Route:
         """The ranks' own links alone."""
@@ -88,23 +111,30 @@ class Wires:
 
             network.env.timeout(at_ns - network.env.now).callbacks.append(change)
 
-    def _route(self, use: Use, of_class: int) -> Route:
-        key = (use, int(self._numbers[use][of_class]))
+    def route(self, use: Use, of_class: int) -> Route:
+        """Of a use of all groups in which this class and its circle meet; not of messages."""
+        of_axis = Use(use.axis, RING) if use.pattern in (TREE, CHAIN) else use
+        key = (use, int(self._numbers[of_axis][of_class]))
         known = self._routes.get(key)
         if known is None:
-            ranks = self._members(use, of_class)
-            route: dict[Link, float] = {}
             levels = self._traffic.levels
             if self._gloo and self._alone_on_nodes(use):
                 levels = tuple(level for level in levels if level.name != OWN)
-            for level in levels:
-                loads = self._traffic.loads(use, level)[ranks]
-                kind = self._kinds[level.name]
-                kind.add(route, kind.up, ranks // level.block, loads)
-                if self._both_ways and level.name != "host":
-                    kind.add(route, kind.down, ranks // level.block, loads)
-            known = self._routes[key] = tuple(route.items())
+            loads_of = partial(self._traffic.loads, use)
+            known = self._routes[key] = self._loaded(self._members(use, of_class), levels, loads_of)
         return known
+
+    def _loaded(
+        self, ranks: Index, levels: Sequence[Level], loads_of: Callable[[Level], NDArray[np.float64]]
+    ) -> Route:
+        route: dict[Link, float] = {}
+        for level in levels:
+            loads = loads_of(level)[ranks]
+            kind = self._kinds[level.name]
+            kind.add(route, kind.up, ranks // level.block, loads)
+            if self._both_ways and level.name != "host":
+                kind.add(route, kind.down, ranks // level.block, loads)
+        return tuple(route.items())
 
     def _at(self, name: str, use: Use, of_class: int, load: float) -> Route:
         ranks = self._members(use, of_class)
@@ -141,8 +171,11 @@ class Wires:
         signature: NDArray[np.float64] = np.zeros(num_blocks)
         for place, use in enumerate(self._uses):
             # sums of loads with a random weight for each circle: equal where every circle's load is
-            weights = np.random.default_rng(place).random(int(self._numbers[use].max()) + 1)
-            loads = self._traffic.loads(use, level) * weights[self._numbers[use][of]]
+            numbers = self._numbers[use]
+            if use.pattern == PAIRWISE and use.axis in self._exchanges:  # its classes one by one
+                numbers = np.arange(len(self._fold))
+            weights = np.random.default_rng(place).random(int(numbers.max()) + 1)
+            loads = self._traffic.loads(use, level) * weights[numbers[of]]
             signature += np.bincount(blocks, weights=loads, minlength=num_blocks)
             if use.pattern == MESSAGE:  # and what comes in
                 to = self._traffic.peers(use.axis, use.shift) // level.block
