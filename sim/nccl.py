@@ -62,8 +62,9 @@ class Nccl:
         self.traffic = Traffic(cluster, mesh)
         self._mesh = mesh
         self._conf = cluster.nccl
-        self._inside_ns = cluster.intra_node.latency_ns
-        self._outside_ns = cluster.inter_node.latency_ns
+        # in a mixed cluster the slowest nodes' hops count for all
+        self._inside_ns = max(inner.latency_ns for inner in cluster.insides)
+        self._outside_ns = max(outer.latency_ns for outer in cluster.outsides)
         self._wan_ns = cluster.wan_latency_ns if cluster.sites > 1 else 0
         self._per_site = cluster.num_ranks // cluster.sites
         self._ns = ns
@@ -81,6 +82,10 @@ class Nccl:
     def alone_ns(self, transfer: Transfer, way: Way) -> float:
         """On an empty network, all groups of the axis at once."""
         return way.latency_ns + way.nbytes * self.traffic.bottleneck(Use(transfer.axis, way.pattern))
+
+    def ring(self, group: tuple[int, ...]) -> tuple[int, ...]:
+        """A group in the order of its ring."""
+        return tuple(self._mesh.ring(group))
 
     def reach(self, axis: str, block: int | None = None) -> Reach:
         key = (axis, block)

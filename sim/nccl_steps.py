@@ -34,6 +34,7 @@ class NcclSteps:
 
     def run(self, rank: int, group: tuple[int, ...], transfer: Transfer, tag: Tag) -> Steps:
         """Take part as `rank`."""
+        group = self._nccl.ring(group)
         way = self._nccl.way(transfer)
         if way.algorithm == "direct":
             yield from self._pairwise(rank, group, way, tag, phases=1 if transfer.op == "all_to_all" else 2)
