@@ -22,6 +22,9 @@ from .network import NEVER_NS, Route, Stage
 from .wires import Wires, uses_of
 
 
+IN_ROUNDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
 class _Meeting:
     """The classes of one circle at one collective. `over` fires when it has ended."""
 
@@ -132,7 +135,10 @@ class Folded:
         channels = self._machine.costs.cluster.nccl.channels if way.pattern == RING else 1
         if channels > 1:  # each a flow with its part of the bytes, and all alike
             route = tuple((link, channels * load) for link, load in route)
-        return (Stage(way.latency_ns + fixed_ns, ((way.nbytes / channels, route),)),)
+        # as the steps have it: each round of a ring waits for its part of the latency
+        in_rounds = way.algorithm == "ring" and transfer.op in IN_ROUNDS and transfer.group_size > 2
+        pauses_ns = way.latency_ns if in_rounds and way.nbytes > 0 else 0
+        return (Stage(way.latency_ns + fixed_ns, ((way.nbytes / channels, route),), pauses_ns),)
 
     def _of(self, transfer: Transfer, of_class: int, circle: int) -> tuple[Stage, ...]:
         # the transfer is kept with its stages, so that its id stays its own
@@ -145,8 +151,12 @@ class Folded:
     def _flows(self, stages: tuple[Stage, ...], wait_ns: int = 0) -> Steps:
         network = self._machine.network
         for stage in stages:
-            after_ns, wait_ns = stage.latency_ns + wait_ns, 0
-            yield from [network.flow(amount, route, after_ns=after_ns) for amount, route in stage.flows]
+            pauses_ns = stage.pauses_ns
+            after_ns, wait_ns = stage.latency_ns - pauses_ns + wait_ns, 0
+            yield from [
+                network.flow(amount, route, after_ns=after_ns, pauses_ns=pauses_ns)
+                for amount, route in stage.flows
+            ]
 
     def _message(self, rank: int, transfer: Transfer, tag: Tag, wait_ns: int) -> Steps:
         peer, fixed_ns, route = self._end(rank, transfer)
