@@ -100,7 +100,7 @@ def failures(given: Any, *, num_ranks: int, nodes: int) -> tuple[Failure, ...] |
         if "rank" in entry:
             if until_ns is not None:
                 raise ValueError(
-                    f"{name}.until_s={entry['until_s']}: a rank that failed does not come back, only a node's links do; "
+                    f"{name}.until_s={entry['until_s']}: a rank that failed does not come back, only links do; "
                     "goodput.* counts what a restart costs"
                 )
             found.append(Failure(at_ns, rank=_place(entry["rank"], f"{name}.rank", num_ranks)))
@@ -152,7 +152,9 @@ def _until_ns(entry: Mapping[str, Any], name: str, from_ns: int, begin: str) -> 
 
 
 def _sorted(found: list[Slowdown]) -> tuple[Slowdown, ...]:
-    return tuple(sorted(found, key=lambda s: (s.own, s.where, s.from_ns, s.until_ns is None, s.until_ns or 0)))
+    return tuple(
+        sorted(found, key=lambda s: (s.own, s.where, s.from_ns, s.until_ns is None, s.until_ns or 0))
+    )
 
 
 def _entries(given: Any, key: str) -> Sequence[Mapping[str, Any]]:

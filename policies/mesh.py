@@ -29,8 +29,8 @@ class Mesh:
     orders ranks (Narayanan et al. 2021, section 3): tensor groups are consecutive ranks within a node, the
     stages of a pipeline lie farthest apart. Without a layout `data` is the world.
 
-    `cyclic`: rank r lies on node r % nodes. `rings_by_node`: a collective's ring goes through the ranks of a node before
-    it leaves it, as NCCL's do (src/graph/connect.cc); else from rank to rank by number, as gloo's do.
+    `cyclic`: rank r lies on node r % nodes. `rings_by_node`: a collective's ring goes through the ranks of a node
+    before it leaves it, as NCCL's do (src/graph/connect.cc); else from rank to rank by number, as gloo's do.
 
     Raises:
         ValueError: If the sizes do not divide, naming both.

@@ -17,12 +17,13 @@ from .gloo import Gloo
 from .interpreter import Transfer, peer_of
 from .levels import PAIRWISE, RING, Traffic
 from .machine import Machine, Steps, Tag
-from .nccl import Nccl
+from .nccl import Nccl, Way
 from .network import NEVER_NS, Route, Stage
 from .wires import Wires, uses_of
 
-
 IN_ROUNDS = ("all_gather", "reduce_scatter", "all_reduce")
+MAX_STEPWISE_RANKS = 64  # up to which every message can be simulated apart (`collectives.PerStep`)
+NEGLIGIBLE = 0.01  # of a collective's time
 
 
 class _Meeting:
@@ -118,9 +119,7 @@ class Folded:
     def _cut_off(self, meeting: "_Meeting") -> list[int]:
         """Classes that came, and whose node no byte leaves any more."""
         node_of, now_ns = self._mesh.node_of, self._machine.env.now
-        return [
-            c for c in meeting.classes if self._conditions.is_cut(node_of(self._fold.ranks[c]), now_ns)
-        ]
+        return [c for c in meeting.classes if self._conditions.is_cut(node_of(self._fold.ranks[c]), now_ns)]
 
     def stages(self, transfer: Transfer, of_class: int = 0) -> tuple[Stage, ...]:
         """What `transfer` comes to in the groups of one class."""
@@ -135,10 +134,26 @@ class Folded:
         channels = self._machine.costs.cluster.nccl.channels if way.pattern == RING else 1
         if channels > 1:  # each a flow with its part of the bytes, and all alike
             route = tuple((link, channels * load) for link, load in route)
-        # as the steps have it: each round of a ring waits for its part of the latency
-        in_rounds = way.algorithm == "ring" and transfer.op in IN_ROUNDS and transfer.group_size > 2
-        pauses_ns = way.latency_ns if in_rounds and way.nbytes > 0 else 0
-        return (Stage(way.latency_ns + fixed_ns, ((way.nbytes / channels, route),), pauses_ns),)
+        rounds = self._rounds(transfer, way)
+        flows = ((way.nbytes / channels / rounds, route),)
+        each_ns = way.latency_ns // rounds
+        first_ns = way.latency_ns - each_ns * (rounds - 1)
+        return (Stage(first_ns + fixed_ns, flows), *[Stage(each_ns, flows)] * (rounds - 1))
+
+    def _rounds(self, transfer: Transfer, way: Way) -> int:
+        """In how many pieces a collective goes: those of its ring, where that shows and the steps could be followed.
+
+        Between the rounds of a ring its links are free. Whether another one beside it uses these pauses or comes in
+        step with it makes up to the smaller of all pauses and all transfers.
+        """
+        followed = self._mesh.num_ranks <= MAX_STEPWISE_RANKS
+        if way.algorithm != "ring" or transfer.op not in IN_ROUNDS or not followed:
+            return 1
+        assert self._nccl is not None, "gloo has no ways"
+        total_ns = self._nccl.alone_ns(transfer, way)
+        if min(way.latency_ns, total_ns - way.latency_ns) < NEGLIGIBLE * total_ns:
+            return 1
+        return (transfer.group_size - 1) * (2 if transfer.op == "all_reduce" else 1)
 
     def _of(self, transfer: Transfer, of_class: int, circle: int) -> tuple[Stage, ...]:
         # the transfer is kept with its stages, so that its id stays its own
@@ -151,12 +166,8 @@ class Folded:
     def _flows(self, stages: tuple[Stage, ...], wait_ns: int = 0) -> Steps:
         network = self._machine.network
         for stage in stages:
-            pauses_ns = stage.pauses_ns
-            after_ns, wait_ns = stage.latency_ns - pauses_ns + wait_ns, 0
-            yield from [
-                network.flow(amount, route, after_ns=after_ns, pauses_ns=pauses_ns)
-                for amount, route in stage.flows
-            ]
+            after_ns, wait_ns = stage.latency_ns + wait_ns, 0
+            yield from [network.flow(amount, route, after_ns=after_ns) for amount, route in stage.flows]
 
     def _message(self, rank: int, transfer: Transfer, tag: Tag, wait_ns: int) -> Steps:
         peer, fixed_ns, route = self._end(rank, transfer)

@@ -23,15 +23,10 @@ _ROUNDING = 1e-6  # ns: below this a finish is the same instant
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """After `latency_ns`, flows of (amount, route) side by side.
-
-    `pauses_ns`: of the latency, what lies not before the one flow but between its rounds, and leaves the links to others
-    meanwhile. Alone it takes as long; of two side by side each hides in the other's pauses.
-    """
+    """After `latency_ns`, flows of (amount, route) side by side."""
 
     latency_ns: int
     flows: tuple[tuple[float, Route], ...] = ()
-    pauses_ns: int = 0
 
 
 def alone_ns(stage: Stage) -> float:
@@ -44,13 +39,10 @@ def alone_ns(stage: Stage) -> float:
 class Flow:
     """Work under way. `rate` and `limit` in units a nanosecond, `left` in units as of `since_ns`."""
 
-    __slots__ = ("amount", "done", "finish_ns", "left", "limit", "pauses_ns", "rate", "route", "since_ns", "stamp")
+    __slots__ = ("done", "finish_ns", "left", "limit", "rate", "route", "since_ns", "stamp")
 
-    def __init__(
-        self, amount: float, route: Route, limit: float, pauses_ns: int, done: Any, now_ns: int
-    ) -> None:
-        self.amount = self.left = amount
-        self.pauses_ns = pauses_ns
+    def __init__(self, amount: float, route: Route, limit: float, done: Any, now_ns: int) -> None:
+        self.left = amount
         self.route = route
         self.limit = limit
         self.done = done
@@ -58,13 +50,6 @@ class Flow:
         self.since_ns = now_ns
         self.finish_ns = -1
         self.stamp = 0
-        if pauses_ns:
-            self.limit_by_pauses()
-
-    def limit_by_pauses(self) -> None:
-        """Let it take as long as all its bytes do on its links alone, and its pauses."""
-        alone = min(link.capacity / weight for link, weight in self.route)
-        self.limit = alone / (1.0 + self.pauses_ns * alone / self.amount)
 
 
 class Network:
@@ -83,42 +68,28 @@ class Network:
         self._order = 0
         self._wake_ns: int | None = None
 
-    def flow(
-        self,
-        amount: float,
-        route: Route,
-        *,
-        limit: float = math.inf,
-        after_ns: int = 0,
-        pauses_ns: int = 0,
-    ) -> Any:
+    def flow(self, amount: float, route: Route, *, limit: float = math.inf, after_ns: int = 0) -> Any:
         """Start a flow `after_ns` from now; the event fires at its end.
 
         Args:
             amount: Bytes, or core-nanoseconds.
             route: Links that it loads, each once in here, with weights.
             limit: Highest rate of this flow, in units a nanosecond.
-            pauses_ns: In which it rests on its way, in place of `limit`: on links of its own it takes so much longer.
         """
         done = self.env.event()
         if after_ns:
-            self.env.timeout(after_ns).callbacks.append(
-                lambda _: self._start(amount, route, limit, pauses_ns, done)
-            )
+            self.env.timeout(after_ns).callbacks.append(lambda _: self._start(amount, route, limit, done))
         else:
-            self._start(amount, route, limit, pauses_ns, done)
+            self._start(amount, route, limit, done)
         return done
 
     def change(self, link: Link, capacity: float) -> None:
         """From now on `link` has another capacity; with 0 what is on it stands still."""
         link.capacity = capacity
-        for flow in self._flows.get(link, ()):
-            if flow.pauses_ns:
-                flow.limit_by_pauses()
         self._changed[link] = None
         self._settle_soon()
 
-    def _start(self, amount: float, route: Route, limit: float, pauses_ns: int, done: Any) -> None:
+    def _start(self, amount: float, route: Route, limit: float, done: Any) -> None:
         if self.history is not None:
             self.history.append(self.env.now)
         if amount <= 0:
@@ -126,7 +97,7 @@ class Network:
             return
         if not route and math.isinf(limit):
             raise ValueError("a flow needs a link or a limit")
-        flow = Flow(amount, route, limit, pauses_ns, done, self.env.now)
+        flow = Flow(amount, route, limit, done, self.env.now)
         if not route:  # shares nothing, so nothing can change its rate
             self._set_rate(flow, limit)
             self._wake_at_next()
@@ -137,7 +108,7 @@ class Network:
             alone = alone and not on_link and link not in self._changed
             on_link[flow] = weight
         if alone:  # nobody else's rate can change
-            self._set_rate(flow, min(flow.limit, *(link.capacity / weight for link, weight in route)))
+            self._set_rate(flow, min(limit, *(link.capacity / weight for link, weight in route)))
             self._wake_at_next()
             return
         for link, _ in route:

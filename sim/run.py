@@ -16,7 +16,7 @@ from .constants import with_fixed_costs
 from .costs import Costs
 from .engines import EngineModel, Setup, State, Written
 from .executor import Executor, FailureError, Segment, Timing
-from .folded import Folded
+from .folded import MAX_STEPWISE_RANKS, Folded
 from .interpreter import Transfer
 from .ledger import Ledger, rank_classes, transfers_of
 from .levels import levels
@@ -24,7 +24,6 @@ from .machine import Machine
 from .program import Program
 from .topology import Topology
 
-MAX_STEPWISE_RANKS = 64  # every message apart; above, collectives are single flows
 MAX_LEDGER_ROWS = 10_000_000  # of a record, about 2 GB of memory
 TIMELINE_STEPS = 3  # the timeline shows the first steps: two to warm up and one more
 

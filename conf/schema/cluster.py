@@ -172,8 +172,9 @@ class NcclConf:
 
 @dataclass(kw_only=True)
 class PartConf:
-    """Nodes with another device, in a mixed cluster. All nodes have `devices_per_node` ranks: of a machine with more GPUs
-    so many are used."""
+    """Nodes of another machine, in a mixed cluster.
+
+    All nodes have `devices_per_node` ranks: of a machine with more GPUs so many are used."""
 
     name: str = ""
     nodes: int = MISSING
@@ -215,8 +216,7 @@ class ClusterConf:
     nodes: int = MISSING
     devices_per_node: int = MISSING
     backend: Backend = Backend.gloo
-    # which rank lies on which node: block (node by node) or cyclic (rank r on node r % nodes, as Slurm's
-    # --distribution=cyclic); groups of a policy stay those of consecutive ranks
+    # which rank lies on which node; the groups of a policy stay those of consecutive ranks
     rank_order: RankOrder = RankOrder.block
     shaped: bool = False  # nodes are namespaces of this machine, joined by shaped links
     device: DeviceConf = field(default_factory=DeviceConf)
