@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from ..conf.placement import Placement
 from .load import Run, Sweep, SweptRun
 from .parity import PHASES, VOLUMES, rank_classes, ratio, value, value_of, void_reason
 from .record import Record
@@ -333,10 +334,11 @@ def _node_bytes(record: Record) -> dict[int, float]:
         return {}
     sums, iterations = _rank_sums(record)
     classes = rank_classes(record)
+    placement = Placement(cluster.get("nodes") or 1, per_node, cluster.get("rank_order") == "cyclic")
     nodes: defaultdict[int, float] = defaultdict(float)
     for rank, (_, totals) in sums.items():
         for member in classes[rank]:
-            nodes[member // per_node] += totals[2] / iterations
+            nodes[placement.node(member)] += totals[2] / iterations
     return dict(nodes)
 
 

@@ -93,7 +93,7 @@ class Folded:
         self._letters = Letters(machine.env, self._send)
         self._class_of = {rank: number for number, rank in enumerate(self._fold.ranks)}
         self._ends: dict[tuple[int, str, str, int], tuple[int, int, Route]] = {}
-        self._cut_ns = conditions.cut_ns
+        self._conditions = conditions
         self._dies_ns = {
             self._class_of[rank]: at for rank, at in conditions.dies_ns.items() if rank in self._class_of
         }
@@ -216,9 +216,8 @@ class Folded:
 
     def _cut_off(self, meeting: "_Meeting") -> list[int]:
         """Classes that came, and whose node no byte leaves any more."""
-        per_node, now_ns = self._mesh.ranks_per_node, self._machine.env.now
-        nodes = {node for node, at_ns in self._cut_ns.items() if at_ns <= now_ns}
-        return [c for c in meeting.classes if self._fold.ranks[c] // per_node in nodes]
+        node_of, now_ns = self._mesh.node_of, self._machine.env.now
+        return [c for c in meeting.classes if self._conditions.is_cut(node_of(self._fold.ranks[c]), now_ns)]
 
     def stages(self, transfer: Transfer, of_class: int = 0) -> tuple[Stage, ...]:
         """What `transfer` comes to in the groups of one class."""

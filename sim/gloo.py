@@ -44,9 +44,9 @@ class _Group:
         self._own: Route = wires.own(axis, of_class)
         self._nics: Callable[[float], Route] = partial(wires.nics, axis, of_class)
         self._along: Route = wires.ring(axis, of_class)
-        self._inner_ns = cluster.intra_node.latency_ns
+        self._inner_ns = max(inner.latency_ns for inner in cluster.insides)
         self._outer_ns = machine.topology.outside_ns
-        self._inner_Bpns = cluster.intra_node.bandwidth_Bps / 1e9
+        self._inner_Bpns = min(inner.bandwidth_Bps for inner in cluster.insides) / 1e9
 
     def stages(self, transfer: Transfer) -> tuple[Stage, ...]:
         """One behind the other."""
@@ -68,7 +68,7 @@ class _Group:
                 roots = float(self._at.per_node * self._at.nodes // self._at.size)  # on the node of one
                 into: Route = self._nics(roots) if self._at.peers_outside else self._own
                 # a root whose own sums come from within its node is ready early: its notice is back in time
-                early = self._at.ring_crossings and self._at.size > self._at.nodes
+                early = self._at.ring_crossings and self._at.size > self._at.ring_edges_outside
                 latency_ns = self._hop_ns() * (1 if early else 2)
                 collect = Stage(latency_ns, ((into_root, into),))
                 return (self._ring_reduce(transfer, rounds), collect)
@@ -116,7 +116,7 @@ class _Group:
         # the encoding before the first send is the one that the last round leaves out
         work_ns = sum(map(self._ns, transfer.hop[1]))
         # hops of a sum after its first
-        slow = min(self._at.nodes, rounds) - 1 if self._at.ring_crossings else rounds - 1
+        slow = min(self._at.ring_edges_outside, rounds) - 1 if self._at.ring_crossings else rounds - 1
         inner_ns = transfer.message_bytes / self._inner_Bpns + self._inner_ns
         around_ns = slow * hop_ns + (rounds - 1 - slow) * (inner_ns - message_ns) + (rounds - 1) * work_ns
         notices_ns = (rounds - 1) // 2 * (2 * hop_ns + work_ns - message_ns)

@@ -15,6 +15,7 @@ from ..policies.mesh import WORLD, Mesh
 from .executor import Segment
 from .interpreter import Transfer, peer_of
 from .program import Item, Program
+from .reach import groups_of, ring_peers, slots_of
 
 Vector = NDArray[np.int64]  # [num_ranks]
 _Columns = tuple[Sequence[Any], ...]  # stream, phase, ... as of a LedgerRow; empty: no rows
@@ -79,35 +80,35 @@ def transfers_of(program: Program) -> Iterator[Transfer]:
 
 def _signature(mesh: Mesh, ranks: Vector, op: str, axis: str, root: int, peer: int) -> list[Vector]:
     """Per rank, numbers that fix what it sends in one kind of collective."""
-    local = mesh.ranks_per_node
     size, step = mesh.lattice(axis)
     place = ranks // step % size
     first = ranks - place * step
-    node = ranks // local
+    node = slots_of(mesh) // mesh.ranks_per_node
 
     def outside(shift: Vector | int) -> Vector:
-        there: Vector = (first + (place + shift) % size * step) // local
-        leaves: Vector = np.not_equal(there, node).astype(np.int64)
-        return leaves
+        return leaves(first + (place + shift) % size * step)
+
+    def leaves(there: Vector) -> Vector:
+        left: Vector = np.not_equal(node[there], node).astype(np.int64)
+        return left
 
     if op == "recv":
         return []
     if op == "send":
         return [outside(peer)]
     if op in ("all_gather", "reduce_scatter"):
-        return [outside(1)]
+        return [leaves(ring_peers(mesh, axis))]
     if op == "all_reduce":
-        return [outside(-1)]
+        return [leaves(ring_peers(mesh, axis, -1))]
     if op == "all_to_all":
         # ranks of its group on its own node
-        group = ranks // (step * size) * step + ranks % step
         _, at, beside = np.unique(
-            group * (mesh.num_nodes + 1) + node, return_inverse=True, return_counts=True
+            groups_of(mesh, axis) * (mesh.num_nodes + 1) + node, return_inverse=True, return_counts=True
         )
         return [beside[at]]
     virtual = (place - root) % size
     if op == "reduce":
-        return [outside(-1), (virtual == 0).astype(np.int64), outside(root - place)]
+        return [leaves(ring_peers(mesh, axis, -1)), (virtual == 0).astype(np.int64), outside(root - place)]
     children, leaving = np.zeros_like(ranks), np.zeros_like(ranks)
     bit = 1
     while bit < size:

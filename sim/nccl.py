@@ -68,10 +68,11 @@ class Nccl:
         self.traffic = Traffic(cluster, mesh)
         self._mesh = mesh
         self._conf = cluster.nccl
-        self._inside_ns = cluster.intra_node.latency_ns
-        self._outside_ns = cluster.inter_node.latency_ns
+        # in a mixed cluster the slowest nodes' hops count for all
+        self._inside_ns = max(inner.latency_ns for inner in cluster.insides)
+        self._outside_ns = max(outer.latency_ns for outer in cluster.outsides)
         self._wan_ns = cluster.wan_latency_ns if cluster.sites > 1 else 0
-        self._per_site = cluster.num_ranks // cluster.sites
+        self._per_site = cluster.nodes // cluster.sites
         self._ns = ns
         self._reach: dict[tuple[str, int | None], Reach] = {}
         self._known: dict[Transfer, Way] = {}
@@ -91,11 +92,11 @@ class Nccl:
 
     def hop_ns(self, way: Way, source: int, target: int) -> int:
         """What a chunk takes from one rank to the next before its bytes count."""
-        node = self._mesh.ranks_per_node
         inside_ns, outside_ns = way.hops_ns
-        if source // node == target // node:
+        here, there = self._mesh.node_of(source), self._mesh.node_of(target)
+        if here == there:
             return inside_ns
-        return outside_ns + (self._wan_ns if source // self._per_site != target // self._per_site else 0)
+        return outside_ns + (self._wan_ns if here // self._per_site != there // self._per_site else 0)
 
     def lanes(self, way: Way) -> list[tuple[NDArray[np.float64], float]]:
         """Of each tree, or of the chain: how long a first chunk takes from each rank to the end, or up to the root and
@@ -106,8 +107,7 @@ class Nccl:
                 ups = [climb(a, self._latencies(a, way.hops_ns)) for a in self.traffic.parents(way.use.axis)]
                 self._lanes[key] = [(up, float(up.max())) for up in ups]
             else:
-                following = self.traffic.peers(way.use.axis, 1)
-                following = np.where(self.traffic.sending(way.use) > 0, following, -1)
+                following = np.where(self.traffic.sending(way.use) > 0, self.traffic.to(way.use), -1)
                 self._lanes[key] = [(climb(following, self._latencies(following, way.hops_ns)), 0.0)]
         return self._lanes[key]
 
@@ -116,6 +116,13 @@ class Nccl:
         if way.use.pattern != TREE:
             return self.alone_ns(way)
         return way.latency_ns + way.nbytes * self.traffic.bottleneck(Use(way.use.axis, RING))
+
+    def node_of(self, rank: int) -> int:
+        return self._mesh.node_of(rank)
+
+    def ring(self, group: tuple[int, ...]) -> tuple[int, ...]:
+        """A group in the order of its ring."""
+        return tuple(self._mesh.ring(group))
 
     def reach(self, axis: str, block: int | None = None) -> Reach:
         key = (axis, block)
@@ -169,9 +176,9 @@ class Nccl:
     def _chain(self, transfer: Transfer, protocol: str, at: Reach) -> Way:
         """Along the ring from the root, or to it."""
         hops_ns, base_ns = self._hop_ns(protocol, 1), self._base_ns(protocol, 1)
-        last = (transfer.root - 1) % at.size if transfer.op == "broadcast" else transfer.root
+        end = -1 - transfer.root if transfer.op == "broadcast" else transfer.root
         nbytes = transfer.message_bytes * self._overhead(transfer.op, protocol, at)
-        return self._streamed("chain", Use(transfer.axis, CHAIN, last), nbytes, base_ns, hops_ns)
+        return self._streamed("chain", Use(transfer.axis, CHAIN, end), nbytes, base_ns, hops_ns)
 
     def _tree(self, transfer: Transfer, protocol: str, at: Reach) -> Way:
         """Two binary trees over the nodes, a chain within each node: up, then down, pipelined."""
@@ -203,13 +210,13 @@ class Nccl:
 
     def _latencies(self, to: NDArray[np.int64], hops_ns: tuple[int, int]) -> NDArray[np.float64]:
         """`hop_ns` from each rank to its `to`."""
-        ranks = np.arange(len(to))
-        per_node, per_site = self._mesh.ranks_per_node, self._per_site
-        found = np.where(to // per_node == ranks // per_node, *(float(ns) for ns in hops_ns))
-        return found + np.where(to // per_site == ranks // per_site, 0.0, float(self._wan_ns))
+        nodes = self.traffic.slots // self._mesh.ranks_per_node
+        sites = nodes // self._per_site
+        found = np.where(nodes[to] == nodes, *(float(ns) for ns in hops_ns))
+        return found + np.where(sites[to] == sites, 0.0, float(self._wan_ns))
 
     def _sites(self, axis: str) -> int:
-        return self.reach(axis, self._per_site).nodes if self._wan_ns else 1
+        return self.reach(axis, self._per_site * self._mesh.ranks_per_node).nodes if self._wan_ns else 1
 
     def _hop_ns(self, protocol: str, ring: int) -> tuple[int, int]:
         if protocol == "simple" and ring:

@@ -58,6 +58,7 @@ class NcclSteps:
         return messages + self._streams.missing()
 
     def _ring(self, rank: int, group: tuple[int, ...], way: Way, tag: Tag, rounds: int) -> Steps:
+        group = self._nccl.ring(group)
         place = group.index(rank)
         to, source = group[(place + 1) % len(group)], group[place - 1]
         # the tuner knows the latency of a whole ring only; a hop takes its share of that

@@ -99,14 +99,14 @@ class Streams:
 
     def _lanes(self, group: tuple[int, ...], transfer: Transfer) -> list[_Lane]:
         if transfer.op == "all_reduce":
-            per_node = self._machine.costs.cluster.devices_per_node
-            nodes = np.array(group) // per_node
+            nodes = np.array([self._nccl.node_of(rank) for rank in group])
             trees = tree_parents(np.zeros_like(nodes), nodes)
             return [_lane(group, above.tolist(), up=True, down=True) for above in trees]
-        size, root, down = len(group), transfer.root, transfer.op == "broadcast"
+        ring, down = self._nccl.ring(group), transfer.op == "broadcast"
+        size, root = len(group), ring.index(group[transfer.root])
         above = [(place + (-1 if down else 1)) % size for place in range(size)]
         above[root] = -1
-        return [_lane(group, above, up=not down, down=down)]
+        return [_lane(ring, above, up=not down, down=down)]
 
     def _carry(self, stream: _Stream, number: int, way: Way, nbytes: float, channels: float) -> Steps:
         """All of one lane, from the first rank's coming on."""

@@ -153,11 +153,11 @@ class Run:
         return costs
 
     def _part_costs(self, costs: Costs) -> Mapping[int, Costs]:
-        """Of each part of a mixed cluster, by its first rank."""
+        """Of each part of a mixed cluster, by its first node."""
         cluster, first, found = costs.cluster, 0, {}
         for part in cluster.parts:
             found[first] = self._costs(replace(cluster, device=part.device))
-            first += part.nodes * cluster.devices_per_node
+            first += part.nodes
         return found
 
     def _codec_scale(self) -> float:

@@ -14,6 +14,7 @@ from .cluster import (
     NcclConf,
     NodeKind,
     PartConf,
+    RankOrder,
 )
 from .comm import CommConf, DeepSpeedConf, GradientPath, HpzLifetime, NodeCopyRule
 from .experiment import Engine, ExperimentConf, Launch, Target
@@ -53,6 +54,7 @@ __all__ = [
     "ParallelConf",
     "PartConf",
     "Precision",
+    "RankOrder",
     "Recompute",
     "Target",
     "TrainConf",
