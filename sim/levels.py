@@ -19,10 +19,7 @@ _PAIR = -1  # in place of a number of consecutive ranks: two GPUs with NVLink be
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A pattern of traffic over the groups of an axis.
-
-    `shift`: of a message; the last rank's place in a chain; of both trees the one that counts alone (1 or 2; 0: both).
-    """
+    """A pattern of traffic over the groups of an axis. `shift`: of a message; the last rank's place in a chain."""
 
     axis: str
     pattern: str
@@ -147,8 +144,7 @@ class Traffic:
         blocks = self._blocks(block)
         if use.pattern == TREE:
             total: Loads = np.zeros(len(self._ranks))
-            trees = self.parents(use.axis)
-            for above in trees[use.shift - 1 : use.shift] if use.shift else trees:
+            for above in self.parents(use.axis):
                 low: NDArray[np.int64] = np.flatnonzero(above >= 0)
                 low = low[blocks[low] != blocks[above[low]]]
                 for senders in (low, above[low]):  # a fourth goes up each tree, and down again
