@@ -1,9 +1,9 @@
 """NCCL's trees and chains step by step: data that streams over all hops at once.
 
 When all ranks have come, the first chunk goes hop by hop, up a tree and down again. When it is through everywhere, all
-hops carry the stream: none is more than a part ahead of the hop that feeds it. A rank goes on when the stream is through
-everywhere. Left out is what a buffer between two ranks holds, and that a chunk may be on its way up before a rank near
-the root has come: so it does not matter where in a tree a late rank sits.
+hops carry the stream: none is more than a part ahead of the hop that feeds it. A rank goes on when the stream is
+through everywhere. Left out is what a buffer between two ranks holds, and that a chunk may be on its way up before a
+rank near the root has come: so it does not matter where in a tree a late rank sits.
 """
 
 from dataclasses import dataclass
