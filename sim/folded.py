@@ -10,9 +10,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..conf.schema import Algorithm, Backend
 from ..policies.mesh import HPZ, LOCAL, NODE, WORLD, Mesh
 from .classes import Fold
@@ -20,23 +17,26 @@ from .collectives import Letters
 from .conditions import Conditions
 from .gloo import Gloo
 from .interpreter import Transfer, peer_of
-from .levels import CHAIN, PAIRWISE, TREE, Traffic, Use
+from .levels import PAIRWISE, Traffic, Use
 from .machine import Machine, Steps, Tag
 from .nccl import Nccl, Way
 from .network import NEVER_NS, Route, Stage
 from .wires import Wires, uses_of
 
+MAX_EXCHANGING = (
+    64  # classes; of more, an exchange begins when the last has come, for each would be a flow of its own
+)
+
 
 class _Meeting:
     """The classes of one circle at one collective. `over` fires when it has ended."""
 
-    __slots__ = ("came_ns", "classes", "come", "over")
+    __slots__ = ("classes", "come", "over")
 
     def __init__(self, classes: tuple[int, ...], over: Any) -> None:
         self.classes = classes
         self.over = over
         self.come: list[int] = []
-        self.came_ns: list[int] = []
 
 
 class _Exchange(_Meeting):
@@ -78,17 +78,17 @@ class Folded:
         exchanges: set[str] = set()
         if transfers is not None:
             kinds = [(t.op, t.axis, t.peer) for t in transfers]
-            if self._nccl is not None and len(self._fold) > 1:
+            if self._nccl is not None and 1 < len(self._fold) <= MAX_EXCHANGING:
                 direct = cluster.nccl.algorithm is Algorithm.direct
                 ops = ("all_to_all", "all_reduce") if direct else ("all_to_all",)
                 exchanges = {axis for op, axis, _ in kinds if op in ops}
         self._wires = Wires(cluster, self._fold, traffic, conditions, uses_of(mesh, kinds), exchanges)
+        self._exchanges = frozenset(exchanges)
         self._wires.set_changes(machine.network)
         self._gloo = Gloo(machine, mesh, self._wires)
         self._launch_ns = cluster.device.launch_ns if self._nccl is not None else 0
         self._channels = cluster.ring_channels
         self._stages: dict[tuple[int, int], tuple[Transfer, tuple[Stage, ...]]] = {}
-        self._lanes: dict[tuple[Use, tuple[int, int], int], list[tuple[NDArray[np.float64], float]]] = {}
         self._open: dict[tuple[Tag, str, int], _Meeting] = {}
         self._letters = Letters(machine.env, self._send)
         self._class_of = {rank: number for number, rank in enumerate(self._fold.ranks)}
@@ -112,7 +112,7 @@ class Folded:
         if wait_ns:
             yield self._machine.env.timeout(wait_ns)
         key = (tag, transfer.axis, circle.number)
-        if self._nccl is not None:
+        if self._nccl is not None and transfer.axis in self._exchanges:
             way = self._nccl.way(transfer)
             if way.use.pattern == PAIRWISE:
                 yield from self._exchange(key, of_class, transfer, way)
@@ -121,40 +121,13 @@ class Folded:
         if meeting is None:
             meeting = self._open[key] = _Meeting(classes, self._machine.env.event())
         meeting.come.append(of_class)
-        meeting.came_ns.append(self._machine.env.now)
         if len(meeting.come) < len(classes):
             yield meeting.over
             return
-        early_ns = 0
-        if self._nccl is not None and meeting.came_ns[0] < self._machine.env.now:
-            early_ns = self._early_ns(self._nccl, self._nccl.way(transfer), circle.number, meeting)
-        yield from self._flows(self._of(transfer, of_class, circle.number), -early_ns)
+        yield from self._flows(self._of(transfer, of_class, circle.number))
         yield from self._unless_dead(meeting)
         del self._open[key]
         meeting.over.succeed()
-
-    def _early_ns(self, nccl: Nccl, way: Way, circle: int, meeting: _Meeting) -> int:
-        """How much of a tree's or chain's latency has passed when the last class comes, which may be far up."""
-        if way.use.pattern not in (TREE, CHAIN):
-            return 0
-        key = (way.use, way.hops_ns, circle)
-        known = self._lanes.get(key)
-        if known is None:
-            known = self._lanes[key] = []
-            for along, down in nccl.lanes(way):
-                longest = np.zeros(len(self._fold))
-                np.maximum.at(longest, self._fold.of, along)
-                known.append((longest, down))
-        came_ns = np.array(meeting.came_ns) - self._machine.env.now
-        opens_ns = [float((came_ns + longest[meeting.come]).max()) + down for longest, down in known]
-        open_ns = max(opens_ns)
-        if open_ns > min(opens_ns):
-            # one tree flows alone at first, then both, and at the end the other: `alone` is what one tree puts on the
-            # fullest link, of what both do
-            of_axis, both = way.use.axis, nccl.traffic.bottleneck(way.use)
-            alone = max(nccl.traffic.bottleneck(Use(of_axis, TREE, tree)) for tree in (1, 2)) / both
-            open_ns -= min((open_ns - min(opens_ns)) * (1 / alone - 1), (1 - alone) * way.nbytes * both)
-        return way.latency_ns - way.base_ns - round(open_ns)
 
     def _exchange(self, key: tuple[Tag, str, int], of_class: int, transfer: Transfer, way: Way) -> Steps:
         """Send to each, and go on when all messages to and from this class are through."""

@@ -25,8 +25,8 @@ _PLACE = -2  # the GPUs of one local index
 class Use:
     """A pattern of traffic over the groups of an axis.
 
-    `shift`: of a message; of both trees the one that counts alone (1 or 2; 0: both); of a chain the place in the group
-    of the rank that does not send on, or -1 - the place of the one that nobody sends to.
+    `shift`: of a message; of a chain the place in the group of the rank that does not send on, or -1 - the place of the
+    one that nobody sends to.
     """
 
     axis: str
@@ -182,8 +182,7 @@ class Traffic:
         blocks = self._blocks(block)
         if use.pattern == TREE:
             total: Loads = np.zeros(len(self.slots))
-            trees = self.parents(use.axis)
-            for above in trees[use.shift - 1 : use.shift] if use.shift else trees:
+            for above in self.parents(use.axis):
                 low: NDArray[np.int64] = np.flatnonzero(above >= 0)
                 low = low[blocks[low] != blocks[above[low]]]
                 for senders in (low, above[low]):  # a fourth goes up each tree, and down again

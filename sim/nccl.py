@@ -8,7 +8,7 @@ and the others follow in a stream, so that latencies and the bytes of the fulles
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +76,7 @@ class Nccl:
         self._ns = ns
         self._reach: dict[tuple[str, int | None], Reach] = {}
         self._known: dict[Transfer, Way] = {}
-        self._lanes: dict[tuple[Use, tuple[int, int]], list[tuple[NDArray[np.float64], float]]] = {}
+        self._longest: dict[tuple[Use, tuple[int, int]], int] = {}
 
     def way(self, transfer: Transfer) -> Way:
         """The one that ends first on an empty network, as NCCL's tuner takes it."""
@@ -97,19 +97,6 @@ class Nccl:
         if here == there:
             return inside_ns
         return outside_ns + (self._wan_ns if here // self._per_site != there // self._per_site else 0)
-
-    def lanes(self, way: Way) -> list[tuple[NDArray[np.float64], float]]:
-        """Of each tree, or of the chain: how long a first chunk takes from each rank to the end, or up to the root and
-        from there down to all. [num_ranks], and the way down"""
-        key = (way.use, way.hops_ns)
-        if key not in self._lanes:
-            if way.use.pattern == TREE:
-                ups = [climb(a, self._latencies(a, way.hops_ns)) for a in self.traffic.parents(way.use.axis)]
-                self._lanes[key] = [(up, float(up.max())) for up in ups]
-            else:
-                following = np.where(self.traffic.sending(way.use) > 0, self.traffic.to(way.use), -1)
-                self._lanes[key] = [(climb(following, self._latencies(following, way.hops_ns)), 0.0)]
-        return self._lanes[key]
 
     def _expected_ns(self, way: Way) -> float:
         """As the tuner has it: to it a node's links carry of a tree what they carry of a ring."""
@@ -196,9 +183,20 @@ class Nccl:
     def _streamed(
         self, algorithm: str, use: Use, nbytes: float, base_ns: int, hops_ns: tuple[int, int]
     ) -> Way:
-        way = Way(algorithm, use, 0, nbytes, base_ns, hops_ns)
-        longest = max(float(along.max()) + down for along, down in self.lanes(way))
-        return replace(way, latency_ns=base_ns + round(longest))
+        return Way(algorithm, use, base_ns + self._longest_ns(use, hops_ns), nbytes, base_ns, hops_ns)
+
+    def _longest_ns(self, use: Use, hops_ns: tuple[int, int]) -> int:
+        """What a first chunk takes along the longest way: up a tree and down again, or along a chain."""
+        key = (use, hops_ns)
+        if key not in self._longest:
+            if use.pattern == TREE:
+                following, times = self.traffic.parents(use.axis), 2
+            else:
+                along = self.traffic.to(use)
+                following, times = np.where(self.traffic.sending(use) > 0, along, -1)[None], 1
+            ways = [float(climb(to, self._latencies(to, hops_ns)).max()) for to in following]
+            self._longest[key] = round(times * max(ways))
+        return self._longest[key]
 
     def _direct(self, transfer: Transfer, protocol: str, at: Reach, sites: int) -> Way:
         """Each rank sums its part from all others, and gives it to all others."""

@@ -1,8 +1,9 @@
 """NCCL's trees and chains step by step: data that streams over all hops at once.
 
-The first chunk goes hop by hop, up a tree and down again, and waits at each rank until that has come. When it is
-through everywhere, all hops carry the stream: none is more than a part ahead of the hop that feeds it. A rank goes on
-when the stream is through everywhere: what a buffer between two ranks holds is left out.
+When all ranks have come, the first chunk goes hop by hop, up a tree and down again. When it is through everywhere, all
+hops carry the stream: none is more than a part ahead of the hop that feeds it. A rank goes on when the stream is
+through everywhere. Left out is what a buffer between two ranks holds, and that a chunk may be on its way up before a
+rank near the root has come: so it does not matter where in a tree a late rank sits.
 """
 
 from dataclasses import dataclass
@@ -111,10 +112,11 @@ class Streams:
     def _carry(self, stream: _Stream, number: int, way: Way, nbytes: float, channels: float) -> Steps:
         """All of one lane, from the first rank's coming on."""
         env, lane = self._machine.env, stream.lanes[number]
-        turn = self._first_up(stream, lane, lane.root, way) if lane.up else stream.come[lane.root]
-        yield turn
+        yield env.all_of(list(stream.come.values()))
+        if lane.up:
+            yield self._first_up(lane, lane.root, way)
         if lane.down:
-            yield self._first_down(stream, lane, lane.root, way)
+            yield self._first_down(lane, lane.root, way)
         feeders = lane.feeders()
         # the end of each part on each hop
         through = {hop: [env.event() for _ in range(PARTS)] for hop in feeders}
@@ -124,28 +126,26 @@ class Streams:
                 lambda _, hop=hop: stream.end(number, hop)
             )
 
-    def _first_up(self, stream: _Stream, lane: _Lane, rank: int, way: Way) -> Any:
-        """Fires when the first chunk of all below has come to `rank`, and itself."""
+    def _first_up(self, lane: _Lane, rank: int, way: Way) -> Any:
+        """Fires when the first chunk of all below `rank` has been passed on by it."""
         env = self._machine.env
 
         def climb() -> Steps:
             for below in lane.below[rank]:
                 yield arrivals[below]
-            yield stream.come[rank]
             if rank != lane.root:
                 yield env.timeout(self._nccl.hop_ns(way, rank, lane.above[rank]))
 
-        arrivals = {below: self._first_up(stream, lane, below, way) for below in lane.below[rank]}
+        arrivals = {below: self._first_up(lane, below, way) for below in lane.below[rank]}
         return env.process(climb())
 
-    def _first_down(self, stream: _Stream, lane: _Lane, rank: int, way: Way) -> Any:
+    def _first_down(self, lane: _Lane, rank: int, way: Way) -> Any:
         """Fires when the first chunk has gone from `rank` to all below."""
         env = self._machine.env
 
         def fall(below: int) -> Steps:
             yield env.timeout(self._nccl.hop_ns(way, rank, below))
-            yield stream.come[below]
-            yield self._first_down(stream, lane, below, way)
+            yield self._first_down(lane, below, way)
 
         return env.all_of([env.process(fall(below)) for below in lane.below[rank]])
 
