@@ -254,6 +254,19 @@ def _memory_section(report: Report, run: Run) -> Section:
     uri = report.add_figure("memory", plots.memory_figure(table))
     section.blocks.append(Block(figure_uri=uri, caption=caption, csv=csv))
     section.blocks.append(Block(table=show.sides_shown(table, "class", "byte", "bytes")))
+    series = tables.memory_series(run)
+    if len(series):
+        device = ((run.main.result.get("experiment") or {}).get("cluster") or {}).get("device") or {}
+        figure = plots.memory_series_figure(series, capacity_bytes=device.get("memory_bytes"))
+        section.blocks.append(
+            Block(
+                figure_uri=report.add_figure("memory_over_time", figure),
+                caption="Predicted: what the fullest rank holds through one iteration, at its most while each unit "
+                "computes. Gradients of a unit come with its reduction.",
+                csv=report.add_table("memory_over_time", series),
+                wide=True,
+            )
+        )
     return section
 
 

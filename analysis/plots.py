@@ -147,6 +147,35 @@ def memory_figure(memory: pd.DataFrame) -> Figure:
     return figure
 
 
+def memory_series_figure(series: pd.DataFrame, *, capacity_bytes: float | None) -> Figure:
+    """Memory by class through a step, stacked; `series`: `tables.memory_series`, `capacity_bytes`: of the device."""
+    figure, axes = _figure(9.0, 3.2)
+    factor, unit = scale("s", series["t_s"])
+    totals = series[list(MEMORY)].sum(axis=1)
+    giga, shown = (1e9, "GB") if float(totals.max()) >= 1e9 else (1e6, "MB")
+    present = [name for name in MEMORY if series[name].max() > 0]
+    axes.stackplot(
+        series["t_s"] / factor,
+        [series[name] / giga for name in present],
+        labels=[name.replace("_", " ") for name in present],
+        colors=[_MEMORY_COLOURS[name] for name in present],
+        step="post",
+        linewidth=0,
+    )
+    fullest = int(totals.argmax())
+    axes.plot(
+        series["t_s"].iloc[fullest] / factor, totals.iloc[fullest] / giga, "v", color=_INK, label="peak"
+    )
+    if capacity_bytes and capacity_bytes <= 2 * float(totals.max()):
+        axes.axhline(capacity_bytes / giga, color=_BAD, linestyle="--", linewidth=1.2, label="capacity")
+    axes.set_xlabel(f"time since the start of the iteration ({unit})")
+    axes.set_ylabel(f"{shown} on rank {int(series['rank'].iloc[0])}")
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0)
+    figure.legend(loc="outside upper center", ncols=len(present) + 2, frameon=False, fontsize=8)
+    return figure
+
+
 def loss_figure(losses: pd.DataFrame) -> Figure:
     """Training loss at each step, a line a run; `losses`: `tables.loss_table`.
 

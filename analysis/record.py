@@ -66,6 +66,16 @@ class Span:
 
 
 @dataclass(slots=True)
+class Counter:
+    """What a rank held of something from `at_ns` on, by class."""
+
+    rank: int
+    name: str
+    at_ns: int
+    values: dict[str, float]
+
+
+@dataclass(slots=True)
 class Record:
     """A run's whole output. `result` holds the keys that the design names."""
 
@@ -73,6 +83,7 @@ class Record:
     ledger: list[LedgerRow] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    counters: list[Counter] = field(default_factory=list)
     missing: tuple[str, ...] = ()  # files that a folder lacks: what they would hold is not known to be empty
 
 
@@ -162,6 +173,13 @@ def comm_means(rows: Iterable[LedgerRow], *, num_ranks: int, num_iterations: int
         wire += row.wire_bytes * row.count
         inter += row.inter_node_bytes * row.count
         collectives += row.count
+    totals = (payload, wire, inter, collectives)
+    return means_of(totals, num_ranks=num_ranks, num_iterations=num_iterations)
+
+
+def means_of(totals: tuple[int, int, int, int], *, num_ranks: int, num_iterations: int) -> dict[str, float]:
+    """`comm_means` of what all ranks sent: bytes of payload, on the wire and between nodes, and collectives."""
+    payload, wire, inter, collectives = totals
     share = 1 / (num_ranks * max(num_iterations, 1))
     return {
         "payload_bytes": payload * share,
@@ -187,7 +205,7 @@ def write_record(folder: Path, record: Record) -> None:
         for d in record.decisions
     )
     write_text(folder / DECISIONS, lines)
-    write_text(folder / TIMELINE, json.dumps(trace_events(record.spans)))
+    write_text(folder / TIMELINE, json.dumps(trace_events(record.spans, record.counters)))
     write_text(folder / RESULT, json.dumps(record.result, indent=1, allow_nan=False) + "\n")
 
 
@@ -203,17 +221,18 @@ def read_record(folder: Path) -> Record:
         result = json.loads((folder / RESULT).read_text())
         ledger = _read_ledger(folder / LEDGER)
         decisions = _read_decisions(folder / DECISIONS)
-        spans = _read_spans(folder / TIMELINE)
+        spans, counters = _read_timeline(folder / TIMELINE)
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as err:
         raise ValueError(f"{folder}: broken record: {err}") from err
     missing = tuple(name for name in (LEDGER, DECISIONS, TIMELINE) if not (folder / name).is_file())
-    return Record(result, ledger, decisions, spans, missing)
+    return Record(result, ledger, decisions, spans, counters, missing)
 
 
-def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
+def trace_events(spans: Sequence[Span], counters: Sequence[Counter] = ()) -> dict[str, Any]:
     """Chrome trace events, which Perfetto opens: pid is the rank, tid the stream, times in microseconds.
 
-    Spans on a track must nest: where those of a stream overlap otherwise, it has further tracks.
+    Spans on a track must nest: where those of a stream overlap otherwise, it has further tracks. A
+    counter becomes a track for each of its classes.
     """
     ordered = sorted(spans, key=lambda s: (s.start_ns, s.rank, s.stream, -s.end_ns))
     lanes = _lanes(ordered)
@@ -239,6 +258,16 @@ def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
                 "ts": span.start_ns / 1000,
                 "dur": (span.end_ns - span.start_ns) / 1000,
                 "args": {"bytes": span.nbytes, "stream": span.stream},
+            }
+        )
+    for counter in counters:
+        events.append(
+            {
+                "ph": "C",
+                "name": counter.name,
+                "pid": counter.rank,
+                "ts": counter.at_ns / 1000,
+                "args": counter.values,
             }
         )
     return {"displayTimeUnit": "ms", "traceEvents": events}
@@ -306,10 +335,11 @@ def _read_decisions(path: Path) -> list[Decision]:
     return [Decision(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _read_spans(path: Path) -> list[Span]:
+def _read_timeline(path: Path) -> tuple[list[Span], list[Counter]]:
     if not path.is_file():
-        return []
-    return [
+        return [], []
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    spans = [
         Span(
             e["pid"],
             e["args"]["stream"],
@@ -318,6 +348,10 @@ def _read_spans(path: Path) -> list[Span]:
             round((e["ts"] + e["dur"]) * 1000),
             e["args"]["bytes"],
         )
-        for e in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        for e in events
         if e["ph"] == "X"
     ]
+    counters = [
+        Counter(e["pid"], e["name"], round(e["ts"] * 1000), e["args"]) for e in events if e["ph"] == "C"
+    ]
+    return spans, counters

@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from ..conf.placement import Placement
 from .load import Run, Sweep, SweptRun
 from .parity import PHASES, VOLUMES, rank_classes, ratio, value, value_of, void_reason
 from .record import Record
@@ -184,6 +185,20 @@ def memory_table(run: Run) -> pd.DataFrame:
     return _frame([row for row in rows if row["bytes"] is not None], ["side", "class", "bytes"])
 
 
+def memory_series(run: Run) -> pd.DataFrame:
+    """rank, t_s, phase, unit, micro_batch and bytes by class: a predicted step of the fullest rank, in time.
+
+    A row holds from its `t_s` on. Empty where the record has no series with times.
+    """
+    points = run.sim.result.get("memory_over_time") if run.sim is not None else None
+    timed = [point for point in points or [] if "t_s" in point]
+    columns = ["rank", "t_s", "phase", "unit", "micro_batch", *MEMORY]
+    if not timed:
+        return _frame([], columns)
+    fullest = max(timed, key=lambda point: sum(point.get(name, 0) for name in MEMORY))["rank"]
+    return _frame([point for point in timed if point["rank"] == fullest], columns)
+
+
 def loss_table(runs: Sequence[tuple[str, str, Sequence[float | None]]]) -> pd.DataFrame:
     """label, policy, step, loss. `runs`: (label, policy, losses from step 0); null: a skipped step."""
     rows = [
@@ -319,10 +334,11 @@ def _node_bytes(record: Record) -> dict[int, float]:
         return {}
     sums, iterations = _rank_sums(record)
     classes = rank_classes(record)
+    placement = Placement(cluster.get("nodes") or 1, per_node, cluster.get("rank_order") == "cyclic")
     nodes: defaultdict[int, float] = defaultdict(float)
     for rank, (_, totals) in sums.items():
         for member in classes[rank]:
-            nodes[member // per_node] += totals[2] / iterations
+            nodes[placement.node(member)] += totals[2] / iterations
     return dict(nodes)
 
 

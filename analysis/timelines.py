@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from .load import Run
-from .record import Record, Span, trace_events
+from .record import Counter, Record, Span, trace_events
 from .tables import sides
 from .units import amount_text
 
@@ -24,8 +24,8 @@ def merged_trace(run: Run) -> dict[str, Any]:
     order = list(SHORT.values())
     for side, record in sides(run):
         name = SHORT[side]
-        spans = _from_zero(record.spans)
-        for event in trace_events(spans)["traceEvents"]:
+        spans, counters = _from_zero(record.spans, record.counters)
+        for event in trace_events(spans, counters)["traceEvents"]:
             rank = event["pid"]
             pid = len(order) * rank + order.index(name)  # ranks in order, the prediction above its run
             if event["name"] == "process_name" and event["ph"] == "M":
@@ -134,9 +134,9 @@ def _with_depth(spans: Sequence[Span]) -> list[tuple[Span, int]]:
     return placed
 
 
-def _from_zero(spans: Sequence[Span]) -> list[Span]:
+def _from_zero(spans: Sequence[Span], counters: Sequence[Counter]) -> tuple[list[Span], list[Counter]]:
     first = min((span.start_ns for span in spans), default=0)
     return [
         Span(s.rank, s.stream, s.name, s.start_ns - first, s.end_ns - first, s.nbytes)
         for s in sorted(spans, key=lambda s: (s.start_ns, s.rank, s.stream))
-    ]
+    ], [Counter(c.rank, c.name, c.at_ns - first, c.values) for c in counters]

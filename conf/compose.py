@@ -19,6 +19,7 @@ from .offload_check import check_offload
 from .schema import (
     Engine,
     ExperimentConf,
+    Launch,
     Recompute,
     Target,
 )
@@ -318,6 +319,17 @@ def _check_runtime(experiment: ExperimentConf, spec: ModelSpec) -> None:
         raise ValueError(
             f"recompute={experiment.recompute.value} is only simulated: with target={target} use one of "
             "['none', 'full']"
+        )
+    cluster = experiment.cluster
+    if cluster.placement.cyclic and experiment.launch is Launch.torchrun:
+        raise ValueError(
+            "cluster.rank_order=cyclic with launch=torchrun, which numbers the ranks node by node: use launch=slurm, "
+            "whose script says --distribution=cyclic, or cluster.rank_order=block"
+        )
+    if cluster.placement.cyclic and experiment.target is Target.both and experiment.launch is Launch.local:
+        raise ValueError(
+            "cluster.rank_order=cyclic with target=both: the probe tells a node's own links by groups of consecutive "
+            "ranks, which now span nodes; use target=runtime and target=sim, or cluster.rank_order=block"
         )
     if experiment.kernels.reduce_fp32:
         raise ValueError(f"kernels.reduce_fp32=True is only simulated: leave it false with target={target}")

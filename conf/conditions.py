@@ -1,32 +1,41 @@
 """What goes wrong on a cluster: ranks and links that are slow for a while, and ones that fail. Typed and checked.
 
 Keys of `cluster`: `slowdown` (a map {rank: factor}, or a list of {rank, factor, from_s, until_s}), `link_slowdown`
-(a list of {node, factor, from_s, until_s}), `failures` (a list of {rank | node, at_s}, or {mtbf_s} to draw the first).
+(a list of {node | rank, factor, from_s, until_s}), `failures` (a list of {rank, at_s} or {node, at_s, until_s}, or
+{mtbf_s, link_mtbf_s} to draw the first).
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """From `from_ns` on, until `until_ns` if it is given, rank or node `where` takes `factor` times as long."""
+    """From `from_ns` on, until `until_ns` if it is given, rank or node `where` takes `factor` times as long.
+
+    `own`: of links, that it is those of rank `where` to its node, not those of node `where`.
+    """
 
     where: int
     factor: float
     from_ns: int = 0
     until_ns: int | None = None
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """At `at_ns` a rank stops, or the links of a node carry nothing more. The other one is None."""
+    """At `at_ns` a rank stops, or the links of a node carry nothing until `until_ns`, or never again.
+
+    The other one of rank and node is None.
+    """
 
     at_ns: int
     rank: int | None = None
     node: int | None = None
+    until_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +57,22 @@ def rank_slowdowns(given: Any, num_ranks: int) -> tuple[Slowdown, ...]:
     return _slowdowns(given, "cluster.slowdown", "rank", num_ranks)
 
 
-def link_slowdowns(given: Any, nodes: int) -> tuple[Slowdown, ...]:
-    """`cluster.link_slowdown`, of a node's links to the others, both ways.
+def link_slowdowns(given: Any, *, nodes: int, num_ranks: int) -> tuple[Slowdown, ...]:
+    """`cluster.link_slowdown`, of a node's links to the others or of a rank's own to its node, both ways.
 
     Raises:
         ValueError: Naming the key, its value and what would be legal.
     """
-    return _slowdowns(given, "cluster.link_slowdown", "node", nodes)
+    key = "cluster.link_slowdown"
+    found: list[Slowdown] = []
+    for i, entry in enumerate(_entries(given, key)):
+        if ("rank" in entry) == ("node" in entry):
+            raise ValueError(f"{key}[{i}]={dict(entry)}: must name a rank or a node, and not both")
+        if "rank" in entry:
+            found.append(replace(_slowdown(entry, f"{key}[{i}]", "rank", num_ranks), own=True))
+        else:
+            found.append(_slowdown(entry, f"{key}[{i}]", "node", nodes))
+    return _sorted(found)
 
 
 def failures(given: Any, *, num_ranks: int, nodes: int) -> tuple[Failure, ...] | Mtbf:
@@ -74,14 +92,21 @@ def failures(given: Any, *, num_ranks: int, nodes: int) -> tuple[Failure, ...] |
     found = []
     for i, entry in enumerate(_entries(given, key)):
         name = f"{key}[{i}]"
-        _only(entry, ("rank", "node", "at_s"), name)
+        _only(entry, ("rank", "node", "at_s", "until_s"), name)
         if ("rank" in entry) == ("node" in entry):
             raise ValueError(f"{name}={dict(entry)}: must name a rank or a node, and not both")
         at_ns = round(_number(entry.get("at_s"), f"{name}.at_s") * 1e9)
+        until_ns = _until_ns(entry, name, at_ns, "at_s")
         if "rank" in entry:
+            if until_ns is not None:
+                raise ValueError(
+                    f"{name}.until_s={entry['until_s']}: a rank that failed does not come back, only links do; "
+                    "goodput.* counts what a restart costs"
+                )
             found.append(Failure(at_ns, rank=_place(entry["rank"], f"{name}.rank", num_ranks)))
         else:
-            found.append(Failure(at_ns, node=_place(entry["node"], f"{name}.node", nodes)))
+            node = _place(entry["node"], f"{name}.node", nodes)
+            found.append(Failure(at_ns, node=node, until_ns=until_ns))
     return tuple(sorted(found, key=lambda f: (f.at_ns, f.rank is None, f.rank or 0, f.node or 0)))
 
 
@@ -106,19 +131,30 @@ def link_table(given: Any) -> dict[int, float] | None:
 
 
 def _slowdowns(given: Any, key: str, where: str, num_places: int) -> tuple[Slowdown, ...]:
-    found = []
-    for i, entry in enumerate(_entries(given, key)):
-        name = f"{key}[{i}]"
-        _only(entry, (where, "factor", "from_s", "until_s"), name)
-        place = _place(entry.get(where), f"{name}.{where}", num_places)
-        factor = _number(entry.get("factor"), f"{name}.factor", above=0.0)
-        from_ns = round(_number(entry.get("from_s") or 0.0, f"{name}.from_s") * 1e9)
-        until = entry.get("until_s")
-        until_ns = None if until is None else round(_number(until, f"{name}.until_s") * 1e9)
-        if until_ns is not None and until_ns <= from_ns:
-            raise ValueError(f"{name}.until_s={until}: must be later than from_s, or null for ever")
-        found.append(Slowdown(place, factor, from_ns, until_ns))
-    return tuple(sorted(found, key=lambda s: (s.where, s.from_ns, s.until_ns is None, s.until_ns or 0)))
+    entries = enumerate(_entries(given, key))
+    return _sorted([_slowdown(entry, f"{key}[{i}]", where, num_places) for i, entry in entries])
+
+
+def _slowdown(entry: Mapping[str, Any], name: str, where: str, num_places: int) -> Slowdown:
+    _only(entry, (where, "factor", "from_s", "until_s"), name)
+    place = _place(entry.get(where), f"{name}.{where}", num_places)
+    factor = _number(entry.get("factor"), f"{name}.factor", above=0.0)
+    from_ns = round(_number(entry.get("from_s") or 0.0, f"{name}.from_s") * 1e9)
+    return Slowdown(place, factor, from_ns, _until_ns(entry, name, from_ns, "from_s"))
+
+
+def _until_ns(entry: Mapping[str, Any], name: str, from_ns: int, begin: str) -> int | None:
+    until = entry.get("until_s")
+    until_ns = None if until is None else round(_number(until, f"{name}.until_s") * 1e9)
+    if until_ns is not None and until_ns <= from_ns:
+        raise ValueError(f"{name}.until_s={until}: must be later than {begin}, or null for ever")
+    return until_ns
+
+
+def _sorted(found: list[Slowdown]) -> tuple[Slowdown, ...]:
+    return tuple(
+        sorted(found, key=lambda s: (s.own, s.where, s.from_ns, s.until_ns is None, s.until_ns or 0))
+    )
 
 
 def _entries(given: Any, key: str) -> Sequence[Mapping[str, Any]]:

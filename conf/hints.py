@@ -12,6 +12,7 @@ UNITS = {
     "_s": ("seconds", "a minute is 60"),
     "_h": ("hours", "a day is 24"),
     "flop_per_s": ("floating-point operations a second", "312 TFLOP/s is 312e12"),
+    "flop_per_s_fp32": ("floating-point operations a second", "19.5 TFLOP/s is 19.5e12"),
     "flops_per_s": ("floating-point operations a second", "1 GFLOP/s is 1e9"),
     "_w": ("watts", "a kilowatt is 1000"),
     "_ns_per_element": ("nanoseconds an element", ""),

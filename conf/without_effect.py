@@ -4,6 +4,7 @@ from dataclasses import fields
 from enum import Enum
 
 from .schema import (
+    Attention,
     Backend,
     ClusterConf,
     DeepSpeedConf,
@@ -19,6 +20,7 @@ from .schema import (
     OptimizerConf,
     ParallelConf,
     Precision,
+    Recompute,
     Target,
 )
 
@@ -214,6 +216,14 @@ def _of_the_layout(experiment: ExperimentConf) -> list[Reader]:
             for key in of_stages
         ),
         (
+            # flash attention keeps no scores that could be computed again, and does so itself
+            "recompute",
+            experiment.recompute,
+            Recompute.none,
+            experiment.recompute is not Recompute.selective or not _flash(experiment),
+            "kernels.attention=unfused",
+        ),
+        (
             "kernels.reduce_fp32",
             experiment.kernels.reduce_fp32,
             False,
@@ -221,3 +231,11 @@ def _of_the_layout(experiment: ExperimentConf) -> list[Reader]:
             "engine=fsdp2",
         ),
     ]
+
+
+def _flash(experiment: ExperimentConf) -> bool:
+    """Whether attention is one kernel: given, or what the engine's programs use."""
+    given = experiment.kernels.attention
+    if given is not None:
+        return given is Attention.flash
+    return experiment.engine not in (Engine.megatron, Engine.deepspeed_2023)

@@ -1,7 +1,11 @@
-"""Named mesh axes: which ranks form a group. Ranks lie in block order, node by node."""
+"""Named mesh axes: which ranks form a group, and where they lie."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
+
+from ..conf.placement import Placement
+from ..conf.schema import Backend, ClusterConf
 
 WORLD: Final = "world"
 LOCAL: Final = "local"
@@ -16,12 +20,17 @@ PIPELINE: Final = "pipeline"
 class Mesh:
     """Ranks of a cluster and the groups that plans name.
 
-    `world`: all ranks. `local`: the ranks of one node. `node`: the ranks with one local index, one on
-    each node. `hpz`: consecutive ranks that together hold one copy of the weights (ZeRO++, section 3.2).
+    `world`: all ranks. `local`: as many consecutive ranks as a node has, which in block order are those of one node.
+    `node`: one rank of each `local` group. `hpz`: consecutive ranks that together hold one copy of the weights
+    (ZeRO++, section 3.2). Groups follow the numbers of ranks alone, as a launcher's LOCAL_WORLD_SIZE does: where ranks
+    lie in another order (`cyclic`), a `local` group spans nodes.
 
     `tensor`, `data`, `pipeline`: a rank is (pipeline * data size + data) * tensor size + tensor, as Megatron
     orders ranks (Narayanan et al. 2021, section 3): tensor groups are consecutive ranks within a node, the
     stages of a pipeline lie farthest apart. Without a layout `data` is the world.
+
+    `cyclic`: rank r lies on node r % nodes. `rings_by_node`: a collective's ring goes through the ranks of a node
+    before it leaves it, as NCCL's do (src/graph/connect.cc); else from rank to rank by number, as gloo's do.
 
     Raises:
         ValueError: If the sizes do not divide, naming both.
@@ -32,6 +41,21 @@ class Mesh:
     hpz_size: int = 1
     tensor: int = 1
     pipeline: int = 1
+    cyclic: bool = False
+    rings_by_node: bool = False
+
+    @classmethod
+    def of(cls, cluster: ClusterConf, hpz_size: int = 1, tensor: int = 1, pipeline: int = 1) -> "Mesh":
+        """On the nodes of a cluster, as its ranks lie there."""
+        return cls(
+            cluster.num_ranks,
+            cluster.devices_per_node,
+            hpz_size,
+            tensor,
+            pipeline,
+            cyclic=cluster.placement.cyclic,
+            rings_by_node=cluster.backend is Backend.nccl,
+        )
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.ranks_per_node < 1:
@@ -71,8 +95,18 @@ class Mesh:
         """Replicas of the model: what tensor and pipeline parallelism leave of the ranks."""
         return self.num_ranks // (self.tensor * self.pipeline)
 
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.num_nodes, self.ranks_per_node, self.cyclic)
+
     def node_of(self, rank: int) -> int:
-        return rank // self.ranks_per_node
+        return rank % self.num_nodes if self.cyclic else rank // self.ranks_per_node
+
+    def ring(self, group: Sequence[int]) -> Sequence[int]:
+        """The ranks of a group in the order in which the library's ring goes through them."""
+        if self.cyclic and self.rings_by_node:
+            return sorted(group, key=self.placement.slot)
+        return group
 
     def lattice(self, axis: str) -> tuple[int, int]:
         """(size of a group, distance between its neighbours): all groups of an axis are alike.

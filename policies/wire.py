@@ -23,29 +23,30 @@ class Sent:
 
 def to_peers(mesh: Mesh, rank: int, messages: Sequence[tuple[int, int]]) -> Sent:
     """Explicit messages, as (destination rank, bytes)."""
-    here = rank // mesh.ranks_per_node
+    here, per_node = mesh.node_of(rank), mesh.ranks_per_node
+    nodes, cyclic = mesh.num_ranks // per_node, mesh.cyclic
     total = outside = 0
     for peer, nbytes in messages:  # plain: every collective of a run passes here
         total += nbytes
-        if peer // mesh.ranks_per_node != here:
+        if (peer % nodes if cyclic else peer // per_node) != here:
             outside += nbytes
     return Sent(total, outside)
 
 
 def all_gather(mesh: Mesh, rank: int, group: Sequence[int], shard_bytes: int) -> Sent:
     """Ring: g - 1 times a shard to the next rank."""
-    return to_peers(mesh, rank, [(_next(group, rank), (len(group) - 1) * shard_bytes)])
+    return to_peers(mesh, rank, [(_next(mesh, group, rank), (len(group) - 1) * shard_bytes)])
 
 
 def reduce_scatter(mesh: Mesh, rank: int, group: Sequence[int], slice_bytes: int) -> Sent:
     """Ring on sends and receives: g - 1 times one slice (one rank's share) to the next rank."""
-    return to_peers(mesh, rank, [(_next(group, rank), (len(group) - 1) * slice_bytes)])
+    return to_peers(mesh, rank, [(_next(mesh, group, rank), (len(group) - 1) * slice_bytes)])
 
 
 def all_reduce(mesh: Mesh, rank: int, group: Sequence[int], numel: int, element_bytes: int) -> Sent:
     """Ring: a reduce-scatter and an all-gather of chunks of ceil(numel / g) elements."""
     chunk = -(-numel // len(group)) * element_bytes
-    return to_peers(mesh, rank, [(_previous(group, rank), 2 * (len(group) - 1) * chunk)])
+    return to_peers(mesh, rank, [(_previous(mesh, group, rank), 2 * (len(group) - 1) * chunk)])
 
 
 def all_to_all(mesh: Mesh, rank: int, group: Sequence[int], message_bytes: int) -> Sent:
@@ -61,7 +62,7 @@ def broadcast(mesh: Mesh, rank: int, group: Sequence[int], root: int, nbytes: in
 def reduce_to(mesh: Mesh, rank: int, group: Sequence[int], root: int, numel: int, element_bytes: int) -> Sent:
     """Ring reduce-scatter, then every rank's chunk goes to the root."""
     chunk = -(-numel // len(group)) * element_bytes
-    messages = [(_previous(group, rank), (len(group) - 1) * chunk)]
+    messages = [(_previous(mesh, group, rank), (len(group) - 1) * chunk)]
     if rank != root:
         messages.append((root, chunk))
     return to_peers(mesh, rank, messages)
@@ -97,9 +98,11 @@ def encoded_bytes(segments: Sequence[int], bits: int, block: int) -> int:
     return total
 
 
-def _next(group: Sequence[int], rank: int) -> int:
-    return group[(group.index(rank) + 1) % len(group)]
+def _next(mesh: Mesh, group: Sequence[int], rank: int) -> int:
+    ring = mesh.ring(group)
+    return ring[(ring.index(rank) + 1) % len(ring)]
 
 
-def _previous(group: Sequence[int], rank: int) -> int:
-    return group[(group.index(rank) - 1) % len(group)]
+def _previous(mesh: Mesh, group: Sequence[int], rank: int) -> int:
+    ring = mesh.ring(group)
+    return ring[(ring.index(rank) - 1) % len(ring)]

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from ..analysis.record import RESULT, new_result, write_text
-from ..conf.schema import Backend, ClusterConf
+from ..conf.schema import Backend, ClusterConf, InterNodeConf
 from .case import TRAIN, Case, finished_marker, write_launch
 from .cluster.local import LinkShape, LocalCluster
 from .failure import Cause, Heartbeat, clear_traces, find_cause, read_failures
@@ -95,7 +95,7 @@ def launch_local(
         nodes = LocalCluster(
             nodes=cluster.nodes,
             ranks_per_node=cluster.devices_per_node,
-            link=_link(cluster),
+            link=_links(cluster),
             backend="auto" if cluster.shaped else "none",
         )
     except (ValueError, RuntimeError) as err:
@@ -122,11 +122,16 @@ def launch_local(
     )
 
 
-def _link(cluster: ClusterConf) -> LinkShape:
-    """Of one node: all its links together."""
-    inter = cluster.inter_node
+def _links(cluster: ClusterConf) -> LinkShape | list[LinkShape]:
+    """Of one node all its links together; of each node, where they differ."""
     if not cluster.shaped:
         return LinkShape(bandwidth_Bps=1e9, latency_ns=0)  # nobody reads it
+    if not any(part.inter_node for part in cluster.parts):
+        return _link(cluster.inter_node)
+    return [_link(cluster.outside(node)) for node in range(cluster.nodes)]
+
+
+def _link(inter: InterNodeConf) -> LinkShape:
     try:
         return LinkShape(bandwidth_Bps=inter.node_Bps, latency_ns=inter.latency_ns)
     except ValueError as err:
@@ -178,14 +183,14 @@ class _Launch:
                 self._start_rank(rank, port, listener)
 
     def _start_rank(self, rank: int, port: int, listener: socket.socket | None) -> None:
-        per_node = self._cluster.devices_per_node
-        node = rank // per_node
+        placement = self._cluster.placement
+        node = placement.node(rank)
         environment = {key: value for key, value in os.environ.items() if not _is_stale(key)}
         environment |= {
             "RANK": str(rank),
             "WORLD_SIZE": str(self._cluster.num_ranks),
-            "LOCAL_RANK": str(rank % per_node),
-            "LOCAL_WORLD_SIZE": str(per_node),
+            "LOCAL_RANK": str(placement.local(rank)),
+            "LOCAL_WORLD_SIZE": str(placement.per_node),
             "MASTER_ADDR": self._nodes.address(0),
             "MASTER_PORT": str(port),
             "TWINBED_LAUNCHER_PID": str(os.getpid()),

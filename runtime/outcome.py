@@ -193,7 +193,8 @@ def _add_rates(result: dict[str, Any], experiment: ExperimentConf, spec: ModelSp
     flop_per_s = rank_tokens_per_s * train_flop_per_token(spec, sequence)
     hardware = rank_tokens_per_s * train_flop_per_token(spec, sequence, experiment.recompute.value)
     device = experiment.cluster.device
-    peak = experiment.cluster.emulated_flops_per_s or device.flop_per_s
+    element = experiment.precision.element_bytes
+    peak = experiment.cluster.emulated_flops_per_s or device.peak_flop_per_s(element)
     result |= {
         "tokens_per_s": rank_tokens_per_s * num_ranks,
         "tflops_per_gpu": flop_per_s / 1e12,

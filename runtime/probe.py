@@ -391,6 +391,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"launch={composed.experiment.launch.value}: only this machine can be probed; leave launch=local, with "
                 "the ranks that this machine has"
             )
+        if composed.experiment.cluster.placement.cyclic:
+            raise ValueError(
+                "cluster.rank_order=cyclic: a node's own links are measured in groups of consecutive ranks, which "
+                "would span nodes; use block, which measures the same links"
+            )
         check_devices(composed.experiment.cluster)
     except ValueError as err:
         sys.stderr.write(f"twinbed-probe: {err}\n")

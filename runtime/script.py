@@ -47,6 +47,27 @@ exec srun --kill-on-bad-exit=1 {torchrun} \\
 """
 
 
+_SLURM_CYCLIC = """\
+#!/usr/bin/env bash
+# {title}
+# Submit it from any folder; all nodes must see the run's folder:
+#   sbatch {script}
+# twinbed must be installed on the nodes: activate its environment first, or set PYTHON to its interpreter.
+# Slurm places the ranks, and not torchrun, which numbers them node by node: cluster.rank_order=cyclic.
+#SBATCH --job-name={job}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node={per_node}
+{devices}#SBATCH --output={folder}/slurm-%j.log
+set -euo pipefail
+FOLDER=${{TWINBED_FOLDER:-{folder}}}
+{common}MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+export MASTER_ADDR MASTER_PORT="${{RDZV_PORT:-29400}}" LOCAL_WORLD_SIZE={per_node}
+exec srun --kill-on-bad-exit=1 --distribution=cyclic bash -c '
+    export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID" WORLD_SIZE="$SLURM_NTASKS"
+    exec "${{PYTHON:-python3}}" -m twinbed.runtime.worker "$0"' "$FOLDER"
+"""
+
+
 def write_script(folder: Path, experiment: ExperimentConf) -> Path:
     """Write `launch.sh` (launch=torchrun) or `launch.sbatch` (launch=slurm) into the run's folder.
 
@@ -83,9 +104,11 @@ def script_text(path: Path, experiment: ExperimentConf) -> str:
         "script": shlex.quote(str(path)),
         "devices": f"#SBATCH --gpus-per-node={per_node}\n"
         if gpus
-        else f"#SBATCH --cpus-per-task={per_node}\n",
+        else f"#SBATCH --cpus-per-task={1 if cluster.placement.cyclic else per_node}\n",
         "common": _COMMON,
         # torchrun by another name: that one need not be on the PATH
         "torchrun": '"${PYTHON:-python3}" -m torch.distributed.run',
     }
-    return (_SLURM if experiment.launch is Launch.slurm else _TORCHRUN).format(**values)
+    if experiment.launch is Launch.torchrun:
+        return _TORCHRUN.format(**values)
+    return (_SLURM_CYCLIC if cluster.placement.cyclic else _SLURM).format(**values)

@@ -114,7 +114,7 @@ class Trainer:
         policy, _ = build_comm(
             experiment.comm, num_ranks=context.num_ranks, ranks_per_node=context.ranks_per_node
         )
-        mesh = Mesh(context.num_ranks, context.ranks_per_node, policy.hpz_size)
+        mesh = Mesh.of(experiment.cluster, policy.hpz_size)
         self.ledger = Ledger(rank=context.rank, mesh=mesh)
         activate(self.ledger)
         collectives = build_collectives(backend_of(context.device))

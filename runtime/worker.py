@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ..analysis.record import RESULT
 from ..conf.compose import load_experiment
+from ..conf.placement import Placement
 from ..conf.schema import Backend
 from .case import CALIBRATE, TRAIN, Case, LaunchFile, finished_marker, read_launch
 from .failure import Failure, Heartbeat, Kind, describe_failure, write_failure
@@ -47,12 +48,13 @@ class WorkerContext:
     heartbeat: Heartbeat
     git_commit: str
     timeout: timedelta  # of a collective
+    placement: Placement | None = None  # None: block order
     case_index: int = 0
     _groups: "dict[Mesh, Groups]" = field(default_factory=dict)
 
     @property
     def node(self) -> int:
-        return self.rank // self.ranks_per_node
+        return self.rank // self.ranks_per_node if self.placement is None else self.placement.node(self.rank)
 
     def case_folder(self, case: Case) -> Path:
         return self.folder / case.folder
@@ -138,6 +140,7 @@ def _run(folder: Path, rank: int, launch: LaunchFile, heartbeat: Heartbeat) -> N
         local_rank=local,
         ranks_per_node=experiments[0].cluster.devices_per_node,
         device=device,
+        placement=experiments[0].cluster.placement,
         heartbeat=heartbeat,
         git_commit=launch.git_commit,
         timeout=timeout,

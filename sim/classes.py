@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..policies.mesh import WORLD, Mesh
+from .reach import groups_of, peers_of, slots_of
 
 Vector = NDArray[np.int64]  # [num_ranks] unless another length is given
 
@@ -36,14 +37,16 @@ class Fold:
     def __init__(
         self, mesh: Mesh, colours: Vector, meetings: Iterable[Meeting] = (), blocks: Iterable[int] = ()
     ) -> None:
-        """`blocks`: sizes of runs of ranks that share links, such as those of a node."""
+        """`blocks`: sizes of runs of slots whose ranks share links, such as those of a node."""
         self.mesh = mesh
         _, of = np.unique(colours, return_inverse=True)
         kept = [m for m in dict.fromkeys(meetings) if m[0] != WORLD or m[1]]
-        lattices = [(*mesh.lattice(axis), shift) for axis, shift in kept]
-        if lattices:
-            lattices += [(block, 1, 0) for block in dict.fromkeys(blocks) if 1 < block < mesh.num_ranks]
-        self.of: Vector = _refine(of.astype(np.int64), lattices)
+        shifts = [(axis, shift) for axis, shift in kept if shift]
+        groups = [groups_of(mesh, axis) for axis, shift in kept if not shift]
+        if kept:
+            slots = slots_of(mesh)
+            groups += [slots // block for block in dict.fromkeys(blocks) if 1 < block < mesh.num_ranks]
+        self.of: Vector = _refine(mesh, of.astype(np.int64), groups, shifts)
         _, first, self.of = np.unique(self.of, return_index=True, return_inverse=True)
         order = np.argsort(first, kind="stable")
         rename = np.empty_like(order)
@@ -99,23 +102,18 @@ class Fold:
         return tuple(sorted(set(self.of[first : first + size * step : step].tolist())))
 
 
-def _refine(of: Vector, lattices: list[tuple[int, int, int]]) -> Vector:
+def _refine(mesh: Mesh, of: Vector, groups: list[Vector], shifts: list[Meeting]) -> Vector:
     """The coarsest classes within `of` such that equal ranks meet equal multisets of classes.
 
-    `lattices`: (size of a group, distance of its neighbours, distance of a message or 0).
+    `groups`: a number for each rank's group. `shifts`: messages along an axis.
     """
     num = int(of.max()) + 1
-    ranks: Vector = np.arange(len(of))
-    while lattices and num > 1:
+    while (groups or shifts) and num > 1:
         mixed = _hashes(of)
-        for size, step, shift in lattices:
-            place = ranks // step % size
-            first = ranks - place * step
-            if shift:
-                for there in (shift, -shift):
-                    mixed = _hashes(mixed * 3 + _hashes(of)[first + (place + there) % size * step])
-                continue
-            group = ranks // (step * size) * step + ranks % step
+        for axis, shift in shifts:
+            for there in (shift, -shift):
+                mixed = _hashes(mixed * 3 + _hashes(of)[peers_of(mesh, axis, there)])
+        for group in groups:
             sums: NDArray[np.uint64] = np.zeros(int(group.max()) + 1, dtype=np.uint64)
             np.add.at(sums, group, _hashes(of))
             mixed = _hashes(mixed * 3 + sums[group])

@@ -22,54 +22,58 @@ class Conditions:
     Attributes:
         ranks: Speeds of the ranks that have a slowdown: factors by which local work takes longer.
         nodes: The same of the links of nodes.
+        own_links: The same of the ranks' own links to their nodes.
         dies_ns: When a rank stops.
-        cut_ns: When a node's links stop.
+        cuts: When a node's links stop, and when they go on (None: never).
         varies: Whether anything depends on the time.
     """
 
     def __init__(self, cluster: ClusterConf, *, seed: int = 0) -> None:
         self._cluster = cluster
         self.ranks = _speeds(rank_slowdowns(cluster.slowdown, cluster.num_ranks))
-        self.nodes = _speeds(link_slowdowns(cluster.link_slowdown, cluster.nodes))
+        links = link_slowdowns(cluster.link_slowdown, nodes=cluster.nodes, num_ranks=cluster.num_ranks)
+        self.nodes = _speeds(tuple(slow for slow in links if not slow.own))
+        self.own_links = _speeds(tuple(slow for slow in links if slow.own))
         self.dies_ns: dict[int, int] = {}
-        self.cut_ns: dict[int, int] = {}
+        self.cuts: dict[int, tuple[tuple[int, int | None], ...]] = {}
         given = failures(cluster.failures, num_ranks=cluster.num_ranks, nodes=cluster.nodes)
         if isinstance(given, Mtbf):
             random = np.random.default_rng(seed)
             # the first of independent exponential times; the run ends with it
-            for mean_s, num_places, times_ns in (
-                (given.mtbf_s, cluster.num_ranks, self.dies_ns),
-                (given.link_mtbf_s, cluster.nodes, self.cut_ns),
-            ):
-                if mean_s is not None:
-                    at_s = random.exponential(mean_s / num_places)
-                    times_ns[int(random.integers(num_places))] = round(at_s * 1e9)
+            if given.mtbf_s is not None:
+                rank, at_ns = _first(random, given.mtbf_s, cluster.num_ranks)
+                self.dies_ns[rank] = at_ns
+            if given.link_mtbf_s is not None:
+                node, at_ns = _first(random, given.link_mtbf_s, cluster.nodes)
+                self.cuts[node] = ((at_ns, None),)
         else:
-            for failure in reversed(given):  # the earliest of one place counts
+            for failure in given:  # in the order of times: the earliest of a rank counts
                 if failure.rank is not None:
-                    self.dies_ns[failure.rank] = failure.at_ns
+                    self.dies_ns.setdefault(failure.rank, failure.at_ns)
                 elif failure.node is not None:
-                    self.cut_ns[failure.node] = failure.at_ns
-        moving = any(len(times) > 1 for times, _ in (*self.ranks.values(), *self.nodes.values()))
-        self.varies = moving or bool(self.dies_ns) or bool(self.cut_ns)
+                    before = self.cuts.get(failure.node, ())
+                    self.cuts[failure.node] = (*before, (failure.at_ns, failure.until_ns))
+        moving = any(
+            len(times) > 1
+            for times, _ in (*self.ranks.values(), *self.nodes.values(), *self.own_links.values())
+        )
+        self.varies = moving or bool(self.dies_ns) or bool(self.cuts)
 
     def colours(self) -> Vector:
         """A number for each rank: equal where the rank itself, its device and its node's links are alike."""
-        cluster, per_node = self._cluster, self._cluster.devices_per_node
+        cluster, placement = self._cluster, self._cluster.placement
         colours: Vector = np.zeros(cluster.num_ranks, dtype=np.int64)
-        first = 0
-        for number, part in enumerate(cluster.parts):
-            last = first + part.nodes * per_node
-            colours[first:last] = number
-            first = last
+        if cluster.parts:
+            of_node = np.repeat(np.arange(len(cluster.parts)), [part.nodes for part in cluster.parts])
+            colours = of_node[placement.node(np.arange(cluster.num_ranks))]
         seen: dict[object, int] = {}
-        odd = set(self.ranks) | set(self.dies_ns)
-        for node in set(self.nodes) | set(self.cut_ns):
-            odd |= set(range(node * per_node, (node + 1) * per_node))
+        odd = set(self.ranks) | set(self.dies_ns) | set(self.own_links)
+        for node in set(self.nodes) | set(self.cuts):
+            odd |= set(placement.ranks_on(node))
         for rank in sorted(odd):
-            node = rank // per_node
-            own = (self.ranks.get(rank), self.dies_ns.get(rank))
-            traits = (int(colours[rank]), *own, self.nodes.get(node), self.cut_ns.get(node))
+            node = placement.node(rank)
+            own = (self.ranks.get(rank), self.dies_ns.get(rank), self.own_links.get(rank))
+            traits = (int(colours[rank]), *own, self.nodes.get(node), self.cuts.get(node))
             colours[rank] = len(cluster.parts) + seen.setdefault(traits, len(seen) + 1)
         return colours
 
@@ -98,25 +102,49 @@ class Conditions:
 
     def link_share(self, node: int, now_ns: int) -> float:
         """What a node's links deliver of their nominal bandwidth."""
-        if self.cut_ns.get(node, now_ns + 1) <= now_ns:
-            return 0.0
-        speeds = self.nodes.get(node)
-        return 1.0 / speeds[1][bisect_right(speeds[0], now_ns) - 1] if speeds is not None else 1.0
+        return 0.0 if self.is_cut(node, now_ns) else _share(self.nodes.get(node), now_ns)
+
+    def own_share(self, rank: int, now_ns: int) -> float:
+        """What a rank's own link delivers of its nominal bandwidth."""
+        return _share(self.own_links.get(rank), now_ns)
+
+    @property
+    def changing_nodes(self) -> list[int]:
+        """Nodes whose links are not, or not always, at their nominal bandwidth."""
+        return sorted(set(self.nodes) | set(self.cuts))
+
+    def is_cut(self, node: int, now_ns: int) -> bool:
+        """Whether a node's links carry nothing."""
+        return any(
+            at_ns <= now_ns and (until_ns is None or now_ns < until_ns)
+            for at_ns, until_ns in self.cuts.get(node, ())
+        )
 
     def link_changes_ns(self) -> list[int]:
         """Instants after the start at which some link changes."""
-        times = {t for times, _ in self.nodes.values() for t in times} | set(self.cut_ns.values())
+        times = {t for times, _ in (*self.nodes.values(), *self.own_links.values()) for t in times}
+        times |= {t for cuts in self.cuts.values() for cut in cuts for t in cut if t is not None}
         return sorted(t for t in times if t > 0)
 
     def failed(self, now_ns: int) -> list[str]:
         """What has failed by now, in words."""
         ranks = [f"rank {r} failed at {t / 1e9:g} s" for r, t in sorted(self.dies_ns.items()) if t <= now_ns]
         nodes = [
-            f"the links of node {n} failed at {t / 1e9:g} s"
-            for n, t in sorted(self.cut_ns.items())
-            if t <= now_ns
+            f"the links of node {n} failed at {max(t for t, _ in cuts if t <= now_ns) / 1e9:g} s"
+            for n, cuts in sorted(self.cuts.items())
+            if self.is_cut(n, now_ns)
         ]
         return ranks + nodes
+
+
+def _first(random: np.random.Generator, mean_s: float, num_places: int) -> tuple[int, int]:
+    """The place that fails first, and when in ns; each by itself does so after `mean_s` on average."""
+    at_ns = round(random.exponential(mean_s / num_places) * 1e9)
+    return int(random.integers(num_places)), at_ns
+
+
+def _share(speeds: Speeds | None, now_ns: int) -> float:
+    return 1.0 / speeds[1][bisect_right(speeds[0], now_ns) - 1] if speeds is not None else 1.0
 
 
 def _slower(one: Speeds, other: Speeds) -> Speeds:

@@ -46,7 +46,7 @@ def collective_ns(
     """
     cluster: ClusterConf = experiment.cluster
     hpz = policy.hpz_size if policy.hpz_size > 1 else cluster.devices_per_node
-    mesh = Mesh(cluster.num_ranks, cluster.devices_per_node, hpz)
+    mesh = Mesh.of(cluster, hpz)
     env = simpy.Environment()
     machine = Machine(env, Costs(experiment, spec, policy), Topology(cluster), folded=False)
     collectives = PerStep(machine, mesh)

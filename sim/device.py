@@ -74,6 +74,7 @@ class Device:
     def __init__(self, conf: DeviceConf, *, element_bytes: int, num_devices: int = 1) -> None:
         self.conf = conf
         self.element_bytes = element_bytes
+        self.peak_flop_per_s = conf.peak_flop_per_s(element_bytes)
         self._pace = 1.0 + conf.spread * slowest_of(num_devices)
 
     @cached_property
@@ -83,7 +84,7 @@ class Device:
     @cached_property
     def matmul_flop_per_s(self) -> float:
         """Of large products, within a tile."""
-        return self.conf.flop_per_s * self.conf.matmul_efficiency * self.conf.sustained / self._pace
+        return self.peak_flop_per_s * self.conf.matmul_efficiency * self.conf.sustained / self._pace
 
     def time_ns(self, work: Tally) -> float:
         """Wall time of `work`: the host runs ahead of the device, so the slower of the two counts."""
@@ -178,12 +179,12 @@ class Device:
             whole *= min(1.0, 0.5 * (1.0 + FLASH_TILE / sequence))
             keys /= 2.0
         ramp = (keys + self.conf.flash_ramp) / keys
-        forward_ns = whole * ramp / (self.conf.flop_per_s * self.conf.flash_forward / self._pace) * 1e9
+        forward_ns = whole * ramp / (self.peak_flop_per_s * self.conf.flash_forward / self._pace) * 1e9
         backward_ns = (
             FLASH_BACKWARD
             * whole
             * ramp
-            / (self.conf.flop_per_s * self.conf.flash_backward / self._pace)
+            / (self.peak_flop_per_s * self.conf.flash_backward / self._pace)
             * 1e9
         )
         moved = 4.0 * sequence * head_dim * num * self.element_bytes

@@ -55,7 +55,7 @@ class Fsdp2:
     def __init__(self, setup: Setup) -> None:
         experiment, policy = setup.experiment, setup.policy
         cluster = experiment.cluster
-        self.mesh = Mesh(cluster.num_ranks, cluster.devices_per_node, policy.hpz_size)
+        self.mesh = Mesh.of(cluster, policy.hpz_size)
         self._experiment = experiment
         self._sharded = policy.placement is Placement.sharded
         self._decisions = Decisions(policy)

@@ -48,6 +48,13 @@ class Timing:
             [t + by_ns for t in self.ends_ns],
         )
 
+    def repeats(self, other: "Timing") -> bool:
+        """Whether this is `other` shifted."""
+        by_ns = self.start_ns - other.start_ns
+        return self.starts_ns == [t + by_ns for t in other.starts_ns] and self.ends_ns == [
+            t + by_ns for t in other.ends_ns
+        ]
+
     def border(self, by_ns: int) -> "Timing":
         """Shifted, without its items."""
         return Timing(self.start_ns + by_ns, self.end_ns + by_ns, [], [])
@@ -86,6 +93,7 @@ class Executor:
         root: The rank that does what only the root does (`Item.only_root`).
         classes: Whether each rank stands for a class. A run whose segments are all alike then ends as soon as the
             ranks begin a segment as far apart from each other as the one before.
+        counts: How many ranks each stands for; None: for itself.
     """
 
     def __init__(
@@ -96,6 +104,7 @@ class Executor:
         *,
         root: int = 0,
         classes: bool = False,
+        counts: Mapping[int, int] | None = None,
     ) -> None:
         self._env = machine.env
         self._machine = machine
@@ -103,6 +112,7 @@ class Executor:
         self._ranks = {rank: _Rank() for rank in ranks}
         self._root = root
         self._classes = classes
+        self._counts = dict(counts or {})
         self._workers: dict[int, dict[str, list[Item]]] = {}
         self._takes_ns: dict[tuple[int, int], list[int]] = {}
         self._history: list[int] | None = None
@@ -294,7 +304,9 @@ class Executor:
         known = self._takes_ns.get(key)
         if known is None:
             ns = costs.ns
-            known = self._takes_ns[key] = [sum([ns(part.work) for part in i.parts]) for i in program.items]
+            known = self._takes_ns[key] = [
+                sum([ns(part.work) for part in item.parts]) if item.parts else 0 for item in program.items
+            ]
         return known
 
     def _repeats(self, now: int) -> bool:
@@ -329,6 +341,12 @@ class Executor:
         waits = sorted({f"rank {a} waits for rank {b}" for a, b in self._collectives.missing()})
         places = "; ".join(f"ranks {ranks}: {text}" for text, ranks in where.items())
         return (
-            f"the simulation came to rest at {self._env.now} ns, but ranks {unfinished} have not finished: "
-            f"{places}{': ' if waits else ''}{', '.join(waits)}"
+            f"the simulation came to rest at {self._env.now} ns, but ranks {unfinished} have not finished"
+            f"{self._stand_for(unfinished)}: {places}{': ' if waits else ''}{', '.join(waits)}"
         )
+
+    def _stand_for(self, ranks: Sequence[int]) -> str:
+        """How many ranks those that are simulated stand for, where it is more than themselves."""
+        many = {rank: self._counts[rank] for rank in ranks if self._counts.get(rank, 1) > 1}
+        told = ", ".join(f"rank {rank} for {count}" for rank, count in many.items())
+        return f" (each stands for ranks that behave alike: {told})" if told else ""

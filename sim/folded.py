@@ -2,24 +2,30 @@
 
 The volumes are the algorithm's; a flow loads each kind of link as often as the ranks that it stands for do
 together. So concurrent collectives share links as they would step by step, and the cost does not grow with the
-number of ranks. Where several classes meet, a collective begins when the last of them has come.
+number of ranks. Where several classes meet, a collective begins when the last of them has come. But ranks that send to
+each other directly begin with those that are there: whoever comes later adds a flow of what it exchanges with them.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
-from ..conf.schema import Backend
+from ..conf.schema import Algorithm, Backend
 from ..policies.mesh import HPZ, LOCAL, NODE, WORLD, Mesh
 from .classes import Fold
 from .collectives import Letters
 from .conditions import Conditions
 from .gloo import Gloo
 from .interpreter import Transfer, peer_of
-from .levels import PAIRWISE, RING, Traffic
+from .levels import PAIRWISE, Traffic, Use
 from .machine import Machine, Steps, Tag
-from .nccl import Nccl
+from .nccl import Nccl, Way
 from .network import NEVER_NS, Route, Stage
 from .wires import Wires, uses_of
+
+MAX_EXCHANGING = (
+    64  # classes; of more, an exchange begins when the last has come, for each would be a flow of its own
+)
 
 
 class _Meeting:
@@ -31,6 +37,18 @@ class _Meeting:
         self.classes = classes
         self.over = over
         self.come: list[int] = []
+
+
+class _Exchange(_Meeting):
+    """The same where each sends to each. `over` fires when all have come; `flows`: of those that came together."""
+
+    __slots__ = ("flows", "fresh", "left")
+
+    def __init__(self, classes: tuple[int, ...], over: Any) -> None:
+        super().__init__(classes, over)
+        self.fresh: list[int] = []  # have come at this instant
+        self.flows: list[Any] = []
+        self.left = len(classes)  # that have not ended
 
 
 class Folded:
@@ -57,18 +75,25 @@ class Folded:
         self._nccl = Nccl(cluster, mesh, machine.costs.ns) if cluster.backend is Backend.nccl else None
         traffic = self._nccl.traffic if self._nccl is not None else Traffic(cluster, mesh)
         kinds = [("all_gather", axis, 0) for axis in (WORLD, LOCAL, NODE, HPZ)]
+        exchanges: set[str] = set()
         if transfers is not None:
             kinds = [(t.op, t.axis, t.peer) for t in transfers]
-        self._wires = Wires(cluster, self._fold, traffic, conditions, uses_of(mesh, kinds))
+            if self._nccl is not None and 1 < len(self._fold) <= MAX_EXCHANGING:
+                direct = cluster.nccl.algorithm is Algorithm.direct
+                ops = ("all_to_all", "all_reduce") if direct else ("all_to_all",)
+                exchanges = {axis for op, axis, _ in kinds if op in ops}
+        self._wires = Wires(cluster, self._fold, traffic, conditions, uses_of(mesh, kinds), exchanges)
+        self._exchanges = frozenset(exchanges)
         self._wires.set_changes(machine.network)
         self._gloo = Gloo(machine, mesh, self._wires)
         self._launch_ns = cluster.device.launch_ns if self._nccl is not None else 0
+        self._channels = cluster.ring_channels
         self._stages: dict[tuple[int, int], tuple[Transfer, tuple[Stage, ...]]] = {}
         self._open: dict[tuple[Tag, str, int], _Meeting] = {}
         self._letters = Letters(machine.env, self._send)
         self._class_of = {rank: number for number, rank in enumerate(self._fold.ranks)}
         self._ends: dict[tuple[int, str, str, int], tuple[int, int, Route]] = {}
-        self._cut_ns = conditions.cut_ns
+        self._conditions = conditions
         self._dies_ns = {
             self._class_of[rank]: at for rank, at in conditions.dies_ns.items() if rank in self._class_of
         }
@@ -87,6 +112,11 @@ class Folded:
         if wait_ns:
             yield self._machine.env.timeout(wait_ns)
         key = (tag, transfer.axis, circle.number)
+        if self._nccl is not None and transfer.axis in self._exchanges:
+            way = self._nccl.way(transfer)
+            if way.use.pattern == PAIRWISE:
+                yield from self._exchange(key, of_class, transfer, way)
+                return
         meeting = self._open.get(key)
         if meeting is None:
             meeting = self._open[key] = _Meeting(classes, self._machine.env.event())
@@ -95,11 +125,56 @@ class Folded:
             yield meeting.over
             return
         yield from self._flows(self._of(transfer, of_class, circle.number))
-        if self._dies_ns and any(self._dies_ns.get(c, NEVER_NS) <= self._machine.env.now for c in classes):
-            meeting.come = [c for c in classes if c not in self._dies_ns]
-            yield self._machine.env.event()  # what a dead rank should have passed on never comes
+        yield from self._unless_dead(meeting)
         del self._open[key]
         meeting.over.succeed()
+
+    def _exchange(self, key: tuple[Tag, str, int], of_class: int, transfer: Transfer, way: Way) -> Steps:
+        """Send to each, and go on when all messages to and from this class are through."""
+        env = self._machine.env
+        phases = 1 if transfer.op == "all_to_all" else 2
+        fixed_ns = self._fixed_ns(transfer)
+        for phase in range(phases):
+            after_ns = fixed_ns + way.latency_ns * (phase + 1) // phases - way.latency_ns * phase // phases
+            at = ((*key[0], phase), *key[1:])
+            found = self._open.get(at)
+            if found is None:
+                classes = self._fold.circle(transfer.axis, of_class).classes
+                found = self._open[at] = _Exchange(classes, env.event())
+            assert isinstance(found, _Exchange)
+            exchange, own = found, len(found.flows)
+            exchange.come.append(of_class)
+            exchange.fresh.append(of_class)
+            if len(exchange.fresh) == 1:  # when all have come that come at this instant
+                begin = partial(self._begin, exchange, transfer.axis, way.nbytes / phases, after_ns)
+                env.timeout(0).callbacks.append(lambda _, begin=begin: begin())
+            yield exchange.over
+            yield from exchange.flows[own:]
+            yield from self._unless_dead(exchange)
+            exchange.left -= 1
+            if not exchange.left:
+                del self._open[at]
+            fixed_ns = 0
+
+    def _begin(self, exchange: _Exchange, axis: str, amount: float, after_ns: int) -> None:
+        """The messages among those that have just come, and between them and the others that are there."""
+        come, exchange.fresh = tuple(sorted(exchange.fresh)), []
+        here = tuple(sorted(set(exchange.come).difference(come)))
+        if len(come) == len(exchange.classes):
+            route = self._wires.route(Use(axis, PAIRWISE), come[0])
+        else:
+            route = self._wires.part(axis, come, here)
+        if route:  # a class of one rank that comes first has nobody to send to
+            exchange.flows.append(self._machine.network.flow(amount, route, after_ns=after_ns))
+        if len(exchange.come) == len(exchange.classes):
+            exchange.over.succeed()
+
+    def _unless_dead(self, meeting: _Meeting) -> Steps:
+        """What a dead rank should have passed on never comes."""
+        now_ns = self._machine.env.now
+        if self._dies_ns and any(self._dies_ns.get(c, NEVER_NS) <= now_ns for c in meeting.classes):
+            meeting.come = [c for c in meeting.classes if c not in self._dies_ns]
+            yield self._machine.env.event()
 
     def missing(self) -> list[tuple[int, int]]:
         """(A waiting rank, a rank that it waits for) of all open collectives and receipts."""
@@ -114,24 +189,25 @@ class Folded:
 
     def _cut_off(self, meeting: "_Meeting") -> list[int]:
         """Classes that came, and whose node no byte leaves any more."""
-        per_node, now_ns = self._mesh.ranks_per_node, self._machine.env.now
-        nodes = {node for node, at_ns in self._cut_ns.items() if at_ns <= now_ns}
-        return [c for c in meeting.classes if self._fold.ranks[c] // per_node in nodes]
+        node_of, now_ns = self._mesh.node_of, self._machine.env.now
+        return [c for c in meeting.classes if self._conditions.is_cut(node_of(self._fold.ranks[c]), now_ns)]
 
     def stages(self, transfer: Transfer, of_class: int = 0) -> tuple[Stage, ...]:
         """What `transfer` comes to in the groups of one class."""
-        costs = self._machine.costs
-        fixed_ns = costs.op_ns(transfer.op, transfer.axis, transfer.message_bytes) + self._launch_ns
+        fixed_ns = self._fixed_ns(transfer)
         if self._nccl is None:
             first, *others = self._gloo.stages(transfer, of_class)
             return (Stage(first.latency_ns + fixed_ns, first.flows), *others)
         way = self._nccl.way(transfer)
-        choose = self._wires.pairwise if way.pattern == PAIRWISE else self._wires.ring
-        route = choose(transfer.axis, of_class)
-        channels = self._machine.costs.cluster.nccl.channels if way.pattern == RING else 1
+        route = self._wires.route(way.use, of_class)
+        channels = self._channels if way.use.pattern != PAIRWISE else 1
         if channels > 1:  # each a flow with its part of the bytes, and all alike
             route = tuple((link, channels * load) for link, load in route)
         return (Stage(way.latency_ns + fixed_ns, ((way.nbytes / channels, route),)),)
+
+    def _fixed_ns(self, transfer: Transfer) -> int:
+        """Before anything is sent."""
+        return self._machine.costs.op_ns(transfer.op, transfer.axis, transfer.message_bytes) + self._launch_ns
 
     def _of(self, transfer: Transfer, of_class: int, circle: int) -> tuple[Stage, ...]:
         # the transfer is kept with its stages, so that its id stays its own

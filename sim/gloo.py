@@ -1,7 +1,6 @@
 """gloo's collectives of ranks that arrive together, as single flows: the closed form of `collectives`.
 
-L is the latency of the slowest hop, s the time of a message on its way alone. In a ring of two, notices that wait
-behind data are left out.
+L is the latency of the slowest hop, s the time of a message on its way alone.
 """
 
 import math
@@ -45,9 +44,9 @@ class _Group:
         self._own: Route = wires.own(axis, of_class)
         self._nics: Callable[[float], Route] = partial(wires.nics, axis, of_class)
         self._along: Route = wires.ring(axis, of_class)
-        self._inner_ns = cluster.intra_node.latency_ns
+        self._inner_ns = max(inner.latency_ns for inner in cluster.insides)
         self._outer_ns = machine.topology.outside_ns
-        self._inner_Bpns = cluster.intra_node.bandwidth_Bps / 1e9
+        self._inner_Bpns = min(inner.bandwidth_Bps for inner in cluster.insides) / 1e9
 
     def stages(self, transfer: Transfer) -> tuple[Stage, ...]:
         """One behind the other."""
@@ -69,7 +68,7 @@ class _Group:
                 roots = float(self._at.per_node * self._at.nodes // self._at.size)  # on the node of one
                 into: Route = self._nics(roots) if self._at.peers_outside else self._own
                 # a root whose own sums come from within its node is ready early: its notice is back in time
-                early = self._at.ring_crossings and self._at.size > self._at.nodes
+                early = self._at.ring_crossings and self._at.size > self._at.ring_edges_outside
                 latency_ns = self._hop_ns() * (1 if early else 2)
                 collect = Stage(latency_ns, ((into_root, into),))
                 return (self._ring_reduce(transfer, rounds), collect)
@@ -92,22 +91,11 @@ class _Group:
         segments = min(segments, max(1, chunk_bytes))
         in_flight = 2 if segments > 1 else 1
         stage = self._flow(rounds * chunk_bytes)
-        hop_ns, segment_ns = self._hop_ns(), alone_ns(stage) / (rounds * segments)
-
-        def gap_ns(add_ns: int) -> float:
-            arrival_ns = 2 * hop_ns + add_ns - (in_flight - 1) * segment_ns
-            return max(0.0, arrival_ns, in_flight * (add_ns - segment_ns))
-
-        turns = (rounds * segments - 1) // in_flight
-        adding = min(turns, -(-num_added // in_flight))
-        latency_ns = 2 * hop_ns + adding * gap_ns(add_ns) + (turns - adding) * gap_ns(0)
-        # one rank adds one segment at a time: the second of the last two waits for the first where a > s
-        waits_ns = (in_flight - 1) * max(0.0, add_ns - segment_ns)
-        if num_added == rounds * segments:
-            latency_ns += waits_ns + add_ns
-        else:
-            latency_ns += min(waits_ns, 2 * hop_ns)  # CPU-bound or not, the gather behind sees no more of it
-        return replace(stage, latency_ns=round(latency_ns))
+        whole_ns, num = alone_ns(stage), rounds * segments
+        took_ns = _ring_ns(
+            num, in_flight, self._hop_ns(), whole_ns / num, add_ns, num_added, both_ways=self._at.size == 2
+        )
+        return replace(stage, latency_ns=round(took_ns - whole_ns))
 
     def _ring_reduce(self, transfer: Transfer, rounds: int) -> Stage:
         chunk_bytes, segments, add = reduce_chunks(transfer)
@@ -128,7 +116,7 @@ class _Group:
         # the encoding before the first send is the one that the last round leaves out
         work_ns = sum(map(self._ns, transfer.hop[1]))
         # hops of a sum after its first
-        slow = min(self._at.nodes, rounds) - 1 if self._at.ring_crossings else rounds - 1
+        slow = min(self._at.ring_edges_outside, rounds) - 1 if self._at.ring_crossings else rounds - 1
         inner_ns = transfer.message_bytes / self._inner_Bpns + self._inner_ns
         around_ns = slow * hop_ns + (rounds - 1 - slow) * (inner_ns - message_ns) + (rounds - 1) * work_ns
         notices_ns = (rounds - 1) // 2 * (2 * hop_ns + work_ns - message_ns)
@@ -162,3 +150,31 @@ class _Group:
             stages.append(Stage(notice_ns + self._outer_ns, ((nbytes, self._nics(load)),)))
             past_ns += round(alone_ns(stages[-1]))
         return tuple(stages)
+
+
+def _ring_ns(
+    num: int,
+    in_flight: int,
+    hop_ns: float,
+    segment_ns: float,
+    add_ns: float,
+    num_added: int,
+    *,
+    both_ways: bool,
+) -> float:
+    """`num` segments one behind the other, when all ranks do the same at the same time.
+
+    Receipt k is asked for when the rank has done with k - `in_flight`. `both_ways`: each rank sends to the one that it
+    receives from, and a notice waits behind what is on its way there.
+    """
+    done_ns, free_ns = [0.0] * in_flight, 0.0  # with the last segments; when the connection is free
+    moved: list[tuple[float, float]] = [(0.0, 0.0)] * in_flight  # when they were sent, and when they had left
+    for k in range(num):
+        asks_ns = done_ns[-in_flight]
+        if both_ways:
+            asks_ns = max([asks_ns, *(left for sent, left in moved if sent <= asks_ns)])
+        notice_ns = asks_ns + hop_ns
+        free_ns = max(free_ns, notice_ns) + segment_ns
+        moved = [*moved[1:], (notice_ns, free_ns)]
+        done_ns = [*done_ns[1:], max(done_ns[-1], free_ns + hop_ns) + (add_ns if k < num_added else 0.0)]
+    return done_ns[-1]

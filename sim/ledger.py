@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any
+from operator import mul
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +15,10 @@ from ..policies.mesh import WORLD, Mesh
 from .executor import Segment
 from .interpreter import Transfer, peer_of
 from .program import Item, Program
+from .reach import groups_of, ring_peers, slots_of
 
 Vector = NDArray[np.int64]  # [num_ranks]
-_Row = tuple[str, str, str, str, str, int, int, int, int]  # of a LedgerRow, without rank, iteration and count
+_Columns = tuple[Sequence[Any], ...]  # stream, phase, ... as of a LedgerRow; empty: no rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,15 @@ class RankClass:
 
     def members(self) -> list[int]:
         return sorted(rank for start, stop, step in self.ranks for rank in range(start, stop, step))
+
+
+class _Issued(NamedTuple):
+    """A program's rows by column, up to `payload_bytes`, the transfer of each, and how often it is there."""
+
+    columns: _Columns
+    transfers: list[Transfer]
+    distinct: list[Transfer]
+    times: list[int]
 
 
 def rank_classes(mesh: Mesh, programs: Iterable[Mapping[int, Program]]) -> tuple[RankClass, ...]:
@@ -69,35 +80,35 @@ def transfers_of(program: Program) -> Iterator[Transfer]:
 
 def _signature(mesh: Mesh, ranks: Vector, op: str, axis: str, root: int, peer: int) -> list[Vector]:
     """Per rank, numbers that fix what it sends in one kind of collective."""
-    local = mesh.ranks_per_node
     size, step = mesh.lattice(axis)
     place = ranks // step % size
     first = ranks - place * step
-    node = ranks // local
+    node = slots_of(mesh) // mesh.ranks_per_node
 
     def outside(shift: Vector | int) -> Vector:
-        there: Vector = (first + (place + shift) % size * step) // local
-        leaves: Vector = np.not_equal(there, node).astype(np.int64)
-        return leaves
+        return leaves(first + (place + shift) % size * step)
+
+    def leaves(there: Vector) -> Vector:
+        left: Vector = np.not_equal(node[there], node).astype(np.int64)
+        return left
 
     if op == "recv":
         return []
     if op == "send":
         return [outside(peer)]
     if op in ("all_gather", "reduce_scatter"):
-        return [outside(1)]
+        return [leaves(ring_peers(mesh, axis))]
     if op == "all_reduce":
-        return [outside(-1)]
+        return [leaves(ring_peers(mesh, axis, -1))]
     if op == "all_to_all":
         # ranks of its group on its own node
-        group = ranks // (step * size) * step + ranks % step
         _, at, beside = np.unique(
-            group * (mesh.num_nodes + 1) + node, return_inverse=True, return_counts=True
+            groups_of(mesh, axis) * (mesh.num_nodes + 1) + node, return_inverse=True, return_counts=True
         )
         return [beside[at]]
     virtual = (place - root) % size
     if op == "reduce":
-        return [outside(-1), (virtual == 0).astype(np.int64), outside(root - place)]
+        return [leaves(ring_peers(mesh, axis, -1)), (virtual == 0).astype(np.int64), outside(root - place)]
     children, leaving = np.zeros_like(ranks), np.zeros_like(ranks)
     bit = 1
     while bit < size:
@@ -124,31 +135,71 @@ class Ledger:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._sent: dict[tuple[int, int], wire.Sent] = {}
+        self._issued: dict[int, _Issued] = {}
+        self._columns: dict[tuple[int, int], _Columns] = {}
+        self._programs: list[Program] = []  # kept, so that no identity comes twice
 
     def rows(self, segments: Sequence[Segment], classes: Sequence[RankClass]) -> list[LedgerRow]:
         """Rows of all segments, in the order of issue, class by class."""
         rows: list[LedgerRow] = []
         for each in classes:
             rank, count = each.rank, each.count
-            columns: dict[int, tuple[tuple[Any, ...], ...]] = {}  # a program's rows, a tuple for each field
             for segment in segments:
                 program = segment.program(rank)
-                found = columns.get(id(program))
-                if found is None:
-                    template = self._template(rank, program)
-                    found = tuple(zip(*((*row, count * times) for row, times in template), strict=True))
-                    columns[id(program)] = found
+                found = self._of(rank, program)
                 if found:
-                    streams, *rest = found
-                    rows += map(LedgerRow, repeat(rank), streams, repeat(segment.iteration), *rest)
+                    streams, *rest, times = found
+                    counts = [count * n for n in times] if program.compact else repeat(count)
+                    rows += map(LedgerRow, repeat(rank), streams, repeat(segment.iteration), *rest, counts)
         return rows
+
+    def trained(self, segments: Sequence[Segment], classes: Sequence[RankClass]) -> tuple[int, int, int, int]:
+        """Of all ranks, validation left out: bytes of payload, on the wire and between nodes, and collectives."""
+        totals = [0, 0, 0, 0]
+        for each in classes:
+            programs = [segment.program(each.rank) for segment in segments]
+            for program in {id(program): program for program in programs}.values():
+                ranks = each.count * sum(other is program for other in programs)
+                found = self._of(each.rank, program)
+                if not found:
+                    continue
+                _, phases, _, _, _, _, payloads, wires, inters, times = found
+                kept = [0 if phase == "eval" else n for phase, n in zip(phases, times, strict=True)]
+                for at, column in enumerate((payloads, wires, inters, repeat(1))):
+                    totals[at] += ranks * sum(map(mul, column, kept))
+        payload, wired, inter, collectives = totals
+        return payload, wired, inter, collectives
 
     def num_rows(self, rank: int, program: Program) -> int:
         """Rows of one segment."""
-        return len(self._template(rank, program))
+        if program.compact:
+            found = self._of(rank, program)
+            return len(found[0]) if found else 0
+        return len(self._issues(program).transfers)
 
-    def _template(self, rank: int, program: Program) -> list[tuple[_Row, int]]:
-        """A segment's rows, each with how many equal collectives it stands for: more than one if compact."""
+    def _of(self, rank: int, program: Program) -> "_Columns":
+        """A segment's rows by column, without rank and iteration; the last is how often each is there."""
+        known = self._columns.get((rank, id(program)))
+        if known is None:
+            issued = self._issues(program)
+            sent = {id(t): self.sent(rank, t) for t in issued.distinct}
+            of_row = [sent[id(t)] for t in issued.transfers]
+            wires, inters = [s.wire_bytes for s in of_row], [s.inter_node_bytes for s in of_row]
+            known = (*issued.columns, wires, inters, issued.times) if of_row else ()
+            if program.compact and of_row:
+                counts: dict[tuple[Any, ...], int] = {}
+                for *row, times in zip(*known, strict=True):
+                    counts[tuple(row)] = counts.get(tuple(row), 0) + times
+                known = (*zip(*counts, strict=True), list(counts.values()))
+            self._columns[rank, id(program)] = known
+        return known
+
+    def _issues(self, program: Program) -> "_Issued":
+        """What is the same on all ranks that run a program."""
+        known = self._issued.get(id(program))
+        if known is not None:
+            return known
+        self._programs.append(program)
         items = [(item, 1) for item in program.items if item.transfer is not None or item.inside]
         if program.compact:
             alike: dict[tuple[object, ...], tuple[Item, int]] = {}
@@ -156,19 +207,21 @@ class Ledger:
                 key = (item.phase, item.unit, item.stream, id(item.transfer), id(item.inside))
                 alike[key] = (item, alike[key][1] + 1 if key in alike else 1)
             items = list(alike.values())
-        rows: list[tuple[_Row, int]] = []
+        rows: list[tuple[Any, ...]] = []
+        transfers: list[Transfer] = []
+        counts: list[int] = []
         for item, repeats in items:
             own = ((item.transfer, item.stream, 1),) if item.transfer is not None else ()
-            for t, stream, times in (*own, *item.inside):
-                sent = self.sent(rank, t)
-                what = (item.phase, item.unit, t.op, t.axis, t.group_size, t.payload_bytes)
-                rows.append(((stream, *what, sent.wire_bytes, sent.inter_node_bytes), times * repeats))
-        if not program.compact:
-            return [(row, 1) for row, times in rows for _ in range(times)]
-        counts: dict[_Row, int] = {}
-        for row, times in rows:
-            counts[row] = counts.get(row, 0) + times
-        return list(counts.items())
+            for t, stream, times in (*own, *item.inside) if item.inside else own:
+                row = (stream, item.phase, item.unit, t.op, t.axis, t.group_size, t.payload_bytes)
+                many = 1 if program.compact else times * repeats  # apart, or one row for all
+                rows += [row] * many
+                transfers += [t] * many
+                counts += [times * repeats if program.compact else 1] * many
+        known = self._issued[id(program)] = _Issued(
+            tuple(zip(*rows, strict=True)), transfers, list({id(t): t for t in transfers}.values()), counts
+        )
+        return known
 
     def sent(self, rank: int, transfer: Transfer) -> wire.Sent:
         """What `rank` sends in `transfer`."""

@@ -28,7 +28,7 @@ class Machine:
     Args:
         folded: Each rank that is simulated stands for others.
         shares: Of each simulated rank, the share of all ranks that it stands for; empty: one stands for all.
-        part_costs: Of the parts of a mixed cluster, by their first rank.
+        part_costs: Of the parts of a mixed cluster, by their first node.
     """
 
     def __init__(
@@ -73,20 +73,30 @@ class Machine:
     def costs_of(self, rank: int) -> Costs:
         """Of the part of the cluster that `rank` lies in."""
         own = self.costs
-        for first, costs in self._part_costs.items():
-            if rank >= first:
-                own = costs
+        if self._part_costs:
+            node = self.costs.cluster.placement.node(rank)
+            for first, costs in self._part_costs.items():
+                if node >= first:
+                    own = costs
         return own
 
     def _set_changes(self) -> None:
-        """Let the links of nodes change when their conditions do."""
+        """Let links change when their conditions do."""
+        conditions, topology = self.conditions, self.topology
+        links = [
+            *((topology.nic(node), conditions.link_share, node) for node in conditions.changing_nodes),
+            *(
+                (pair, conditions.own_share, rank)
+                for rank in conditions.own_links
+                for pair in topology.own(rank)
+            ),
+        ]
+        nominal = [pair[0].capacity for pair, _, _ in links]
 
         def change(now_ns: int) -> None:
-            for node in sorted(set(self.conditions.nodes) | set(self.conditions.cut_ns)):
-                capacity = (
-                    self.costs.cluster.inter_node.node_Bps / 1e9 * self.conditions.link_share(node, now_ns)
-                )
-                for link in self.topology.nic(node):
+            for (pair, share, place), whole in zip(links, nominal, strict=True):
+                capacity = whole * share(place, now_ns)
+                for link in pair:
                     if link.capacity != capacity:
                         self.network.change(link, capacity)
 
@@ -133,7 +143,7 @@ class Machine:
         after_ns: int = 0,
         in_order: bool = True,
         pooled: bool = False,
-        channels: int = 1,
+        channels: float = 1,
     ) -> Any:
         """Put a message on the way, at the earliest `after_ns` from now; the event fires when all of it has left.
 
@@ -146,7 +156,7 @@ class Machine:
         amount = nbytes
         if copied:
             amount = nbytes / min(link.capacity for link, _ in path.links) * self.core_share
-        if channels > 1:
+        if channels != 1:
             amount, route = amount / channels, tuple((link, channels * load) for link, load in route)
         if not in_order:
             return self.network.flow(amount, route, after_ns=after_ns)
@@ -181,7 +191,8 @@ class Machine:
     def _core_route(self, rank: int) -> Route:
         if self._folded:
             return ((self._cores[0], self._per_host * self._shares.get(rank, 1.0)),)
-        return ((self._cores[rank // self._per_host], 1.0),)
+        slot = self.costs.cluster.placement.slot(rank)
+        return ((self._cores[slot // self._per_host], 1.0),)
 
 
 def _cores(cluster: ClusterConf, per_host: int) -> list[Link]:

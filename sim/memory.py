@@ -14,6 +14,7 @@ from .layers import BlockWork, block_work, kernels_of
 from .optimizer import buffer_bytes, moment_bytes
 from .root_layers import head_bytes
 
+EMBED, ROOT = "embed", "root"  # what the root computes before the blocks, and behind them
 CLASSES = ("parameters", "gradients", "optimizer", "secondary_shard", "activations", "buffers")
 
 
@@ -106,7 +107,9 @@ class MemoryPoint:
 
     phase: str  # forward, backward or step
     unit: str
-    held: Mapping[str, int]  # by class
+    held: Mapping[str, int]  # by class; one object where points are equal
+    micro_batch: int = 0
+    rank: int = 0
 
     @property
     def total(self) -> int:
@@ -121,13 +124,15 @@ class MemoryPoint:
 
 def at_most(points: Sequence[MemoryPoint]) -> dict[str, int]:
     """Each class at its largest, and `peak`, the largest sum at one time."""
-    held = {name: max(point.held[name] for point in points) for name in CLASSES}
-    return held | {"peak": max(point.total for point in points)}
+    distinct = list({id(point.held): point.held for point in points}.values())
+    held = {name: max(each[name] for each in distinct) for name in CLASSES}
+    return held | {"peak": max(sum(each.values()) for each in distinct)}
 
 
 def peak(points: Sequence[MemoryPoint]) -> MemoryPoint:
     """The fullest one; of equals the first."""
-    return max(points, key=lambda point: point.total)
+    distinct = {id(point.held): point for point in reversed(points)}
+    return max(reversed(distinct.values()), key=lambda point: point.total)
 
 
 def memory_over_time(
@@ -137,10 +142,11 @@ def memory_over_time(
     unit_bytes: Sequence[int],
     near: Mapping[str, int] | None = None,
 ) -> list[MemoryPoint]:
-    """A training step's last micro-batch, unit by unit in the order of computation.
+    """A training step, micro-batch by micro-batch and unit by unit in the order of computation.
 
     Activations grow block by block in forward and shrink in backward, where a recomputed block stands whole
     beside them. Gradients of a sharded unit come with its reduction, those of earlier micro-batches are there.
+    `memory_clock` says when.
 
     Args:
         near: Of these classes, what offloading leaves in this memory; None: nothing is offloaded.
@@ -156,39 +162,71 @@ def memory_over_time(
         gathered, reducing = buffer_bytes(experiment, spec)
     else:
         gathered, reducing = _buffers(experiment, policy, unit_bytes)
-    blocks, head = activations(spec, experiment)
-    sharded = policy.placement is Placement.sharded
-    root_bytes, *blocks_bytes = unit_bytes
-    whole = max(1, sum(unit_bytes))
-    before = experiment.batch.accumulation > 1 or not sharded
+    walk = _Walk(states, gathered, reducing, activations(spec, experiment), unit_bytes)
+    grows = walk.micro_batch(all_there=policy.placement is not Placement.sharded)
+    count = experiment.batch.accumulation
+    again = walk.micro_batch(all_there=True) if count > 1 else []
+    points = [
+        MemoryPoint(phase, unit, held, number)
+        for number in range(count)
+        for phase, unit, held in (again if number else grows)
+    ]
+    return [
+        *points,
+        MemoryPoint("step", "all", walk.held(0.0, _step_buffers(experiment, spec, policy), None), count - 1),
+    ]
 
-    def point(phase: str, unit: str, activation: float, buffers: int, reduced: int) -> MemoryPoint:
-        gradients = states["gradients"]
-        if not before:
-            gradients = min(gradients, ceil(gradients * reduced / whole))
-        held = states | {"activations": round(activation), "buffers": buffers, "gradients": gradients}
-        return MemoryPoint(phase, unit, held)
 
-    kept, points = 0.0, []
-    for layer, block in enumerate(blocks):
-        points.append(
-            point("forward", f"block.{layer}", kept + block.saved_bytes + block.working_bytes, gathered, 0)
-        )
-        kept += block.saved_bytes
-    points.append(point("forward", "root", kept + head, gathered, 0))
-    # the logits' gradient, in fp32 and in the precision of the logits, beside them
-    points.append(point("backward", "root", kept + 2 * head, gathered, 0))
-    reduced = 0
-    for layer in reversed(range(len(blocks))):
-        block = blocks[layer]
-        points.append(
-            point("backward", f"block.{layer}", kept + block.working_bytes, gathered + reducing, reduced)
-        )
-        kept -= block.saved_bytes
-        reduced += blocks_bytes[layer] if layer < len(blocks_bytes) else 0
-    points.append(point("backward", "embed", 0.0, gathered + reducing, reduced + root_bytes))
-    points.append(point("step", "all", 0.0, _step_buffers(experiment, spec, policy), whole))
-    return points
+class _Walk:
+    """The units of one micro-batch, in the order of computation."""
+
+    def __init__(
+        self,
+        states: Mapping[str, int],
+        gathered: int,
+        reducing: int,
+        kept: tuple[list[BlockWork], float],
+        unit_bytes: Sequence[int],
+    ) -> None:
+        self._states = states
+        self._gathered = gathered
+        self._reducing = reducing
+        self._blocks, self._head = kept
+        self._root_bytes, *self._blocks_bytes = unit_bytes
+        self._whole = max(1, sum(unit_bytes))
+
+    def held(self, activation: float, buffers: int, reduced: int | None) -> Mapping[str, int]:
+        """`reduced`: bytes of the units whose gradients are there; None: all of them."""
+        gradients = self._states["gradients"]
+        if reduced is not None:
+            gradients = min(gradients, ceil(gradients * reduced / self._whole))
+        own = {"activations": round(activation), "buffers": buffers, "gradients": gradients}
+        return {**self._states, **own}
+
+    def micro_batch(self, *, all_there: bool) -> list[tuple[str, str, Mapping[str, int]]]:
+        """`all_there`: gradients are, from the beginning. (phase, unit, held) of each computation."""
+        gathered, both = self._gathered, self._gathered + self._reducing
+        reduced = None if all_there else 0
+        kept = 0.0
+        found = [("forward", EMBED, self.held(0.0, gathered, reduced))]
+        for layer, block in enumerate(self._blocks):
+            most = kept + block.saved_bytes + block.working_bytes
+            found.append(("forward", f"block.{layer}", self.held(most, gathered, reduced)))
+            kept += block.saved_bytes
+        found.append(("forward", ROOT, self.held(kept + self._head, gathered, reduced)))
+        # the logits' gradient, in fp32 and in the precision of the logits, beside them
+        found.append(("backward", ROOT, self.held(kept + 2 * self._head, gathered, reduced)))
+        for layer in reversed(range(len(self._blocks))):
+            block = self._blocks[layer]
+            most = kept + block.working_bytes
+            found.append(("backward", f"block.{layer}", self.held(most, both, reduced)))
+            kept -= block.saved_bytes
+            if reduced is not None:
+                reduced += self._blocks_bytes[layer] if layer < len(self._blocks_bytes) else 0
+        if reduced is not None:
+            reduced += self._root_bytes
+        found.append(("backward", EMBED, self.held(0.0, both, reduced)))
+        return found
 
 
 def _states(experiment: ExperimentConf, spec: ModelSpec, policy: CommPolicy) -> dict[str, int]:
@@ -245,31 +283,6 @@ def _buffers(experiment: ExperimentConf, policy: CommPolicy, unit_bytes: Sequenc
     gathered = root + (3 if overlaps else 2) * max(blocks, default=0) if policy.reshard_after_forward else 0
     wide = 2 if experiment.kernels.reduce_fp32 and experiment.precision is not Precision.fp32 else 1
     return gathered, (1 + wide if overlaps else wide) * max(unit_bytes)
-
-
-def estimate_zero3(
-    num_parameters: int,
-    largest_layer: int,
-    *,
-    ranks: int,
-    offload_optimizer: bool = False,
-    offload_parameters: bool = False,
-) -> int:
-    """Bytes of model states a GPU as DeepSpeed's `estimate_zero3_model_states_mem_needs` counts them.
-
-    18 bytes a parameter sharded (`Convention.float_gradients`); the weights alone if the optimizer is in host
-    memory; nothing but a gathered layer if the weights are there too. The largest layer counts twice in 16 bits.
-
-    Raises:
-        ValueError: If parameters are offloaded and the optimizer is not: DeepSpeed has no such mode.
-    """
-    if offload_parameters and not offload_optimizer:
-        raise ValueError("offload_parameters=True needs offload_optimizer=True")
-    layer = 4 * largest_layer
-    if offload_parameters:
-        return layer
-    per_parameter = 2 if offload_optimizer else Convention.float_gradients.bytes_per_parameter
-    return layer + per_parameter * num_parameters // ranks
 
 
 def out_of_far_memory(experiment: ExperimentConf, nbytes: int) -> str | None:

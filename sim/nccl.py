@@ -3,18 +3,22 @@
 Constants: NVIDIA/nccl, src/graph/tuning.cc (base and hop latencies, shares of bandwidth, the trees' correction by
 size). Rings: 2.20.3 (since 2.21.5 LL takes half the bandwidth). Trees: 2.25.1 (2.20.3 has hops of 28 us for simple
 and no base). Left out: ceilings per channel and GPU, a tree pattern's 0.85, and the plateau of rings (their latency
-1.4 to 1.9 times). A ring passes each chunk on as it comes: one latency a hop and the bytes of one rank's link.
+1.4 to 1.9 times). Every rank passes a chunk on as it comes: the first one takes the latency of each hop on its way,
+and the others follow in a stream, so that latencies and the bytes of the fullest link add up, as for the tuner.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..conf.schema import Algorithm, ClusterConf
 from ..policies.mesh import Mesh
 from .interpreter import Transfer, Work
-from .levels import PAIRWISE, RING, Traffic, Use
+from .levels import CHAIN, PAIRWISE, RING, TREE, Traffic, Use
 from .reach import Reach, reach
+from .trees import climb
 
 # microseconds: (tree, ring)
 BASE_US = {"ll": (6.8, 6.6), "ll128": (14.0, 14.0), "simple": (8.4, 8.4)}
@@ -43,12 +47,14 @@ TREE_SIZE_SHARE = {
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a collective is carried out: after `latency_ns`, `nbytes` with the loads of `pattern`."""
+    """How a collective is carried out: after `latency_ns`, `nbytes` with the loads of `use`."""
 
-    algorithm: str  # ring, tree, direct
-    pattern: str
+    algorithm: str  # ring, chain, tree, direct
+    use: Use
     latency_ns: int
     nbytes: float
+    base_ns: int = 0  # of the latency, what comes before the first hop
+    hops_ns: tuple[int, int] = (0, 0)  # of one hop: within a node, and between nodes
 
 
 class Nccl:
@@ -62,25 +68,48 @@ class Nccl:
         self.traffic = Traffic(cluster, mesh)
         self._mesh = mesh
         self._conf = cluster.nccl
-        self._inside_ns = cluster.intra_node.latency_ns
-        self._outside_ns = cluster.inter_node.latency_ns
+        # in a mixed cluster the slowest nodes' hops count for all
+        self._inside_ns = max(inner.latency_ns for inner in cluster.insides)
+        self._outside_ns = max(outer.latency_ns for outer in cluster.outsides)
         self._wan_ns = cluster.wan_latency_ns if cluster.sites > 1 else 0
-        self._per_site = cluster.num_ranks // cluster.sites
+        self._per_site = cluster.nodes // cluster.sites
         self._ns = ns
         self._reach: dict[tuple[str, int | None], Reach] = {}
         self._known: dict[Transfer, Way] = {}
+        self._longest: dict[tuple[Use, tuple[int, int]], int] = {}
 
     def way(self, transfer: Transfer) -> Way:
         """The one that ends first on an empty network, as NCCL's tuner takes it."""
         known = self._known.get(transfer)
         if known is None:
             ways = self._ways(transfer)
-            known = self._known[transfer] = min(ways, key=lambda way: self.alone_ns(transfer, way))
+            known = self._known[transfer] = min(ways, key=self._expected_ns) if len(ways) > 1 else ways[0]
         return known
 
-    def alone_ns(self, transfer: Transfer, way: Way) -> float:
+    def alone_ns(self, way: Way) -> float:
         """On an empty network, all groups of the axis at once."""
-        return way.latency_ns + way.nbytes * self.traffic.bottleneck(Use(transfer.axis, way.pattern))
+        return way.latency_ns + way.nbytes * self.traffic.bottleneck(way.use)
+
+    def hop_ns(self, way: Way, source: int, target: int) -> int:
+        """What a chunk takes from one rank to the next before its bytes count."""
+        inside_ns, outside_ns = way.hops_ns
+        here, there = self._mesh.node_of(source), self._mesh.node_of(target)
+        if here == there:
+            return inside_ns
+        return outside_ns + (self._wan_ns if here // self._per_site != there // self._per_site else 0)
+
+    def _expected_ns(self, way: Way) -> float:
+        """As the tuner has it: to it a node's links carry of a tree what they carry of a ring."""
+        if way.use.pattern != TREE:
+            return self.alone_ns(way)
+        return way.latency_ns + way.nbytes * self.traffic.bottleneck(Use(way.use.axis, RING))
+
+    def node_of(self, rank: int) -> int:
+        return self._mesh.node_of(rank)
+
+    def ring(self, group: tuple[int, ...]) -> tuple[int, ...]:
+        """A group in the order of its ring."""
+        return tuple(self._mesh.ring(group))
 
     def reach(self, axis: str, block: int | None = None) -> Reach:
         key = (axis, block)
@@ -95,16 +124,20 @@ class Nccl:
             wan_ns = self._wan_ns if sites > 1 else 0
             hop_ns = (self._outside_ns if at.peers_outside else self._inside_ns) + wan_ns
             base_ns = self._base_ns("simple", 1)
-            return [Way("direct", PAIRWISE, base_ns + hop_ns, float(transfer.message_bytes * rounds))]
+            use = Use(transfer.axis, PAIRWISE)
+            return [Way("direct", use, base_ns + hop_ns, float(transfer.message_bytes * rounds))]
         ways = []
         for protocol in self._conf.protocols:
+            if transfer.op in ("broadcast", "reduce"):
+                ways.append(self._chain(transfer, protocol, at))
+                continue
             if transfer.op != "all_reduce":
                 ways.append(self._ring(transfer, protocol, at, sites))
                 continue
             if chosen in (Algorithm.auto, Algorithm.ring):
                 ways.append(self._ring(transfer, protocol, at, sites))
             if chosen in (Algorithm.auto, Algorithm.tree):
-                ways.append(self._tree(transfer, protocol, at, sites))
+                ways.append(self._tree(transfer, protocol, at))
             if chosen is Algorithm.direct:
                 ways.append(self._direct(transfer, protocol, at, sites))
         return ways
@@ -124,15 +157,19 @@ class Nccl:
         if transfer.op == "reduce_scatter" and transfer.hop[0]:
             latency_ns += rounds * sum(map(self._ns, transfer.hop[1]))
         latency_ns += self._base_ns(protocol, 1)
-        return Way("ring", RING, latency_ns, nbytes * self._overhead(transfer.op, protocol, at))
+        nbytes *= self._overhead(transfer.op, protocol, at)
+        return Way("ring", Use(transfer.axis, RING), latency_ns, nbytes)
 
-    def _tree(self, transfer: Transfer, protocol: str, at: Reach, sites: int) -> Way:
+    def _chain(self, transfer: Transfer, protocol: str, at: Reach) -> Way:
+        """Along the ring from the root, or to it."""
+        hops_ns, base_ns = self._hop_ns(protocol, 1), self._base_ns(protocol, 1)
+        end = -1 - transfer.root if transfer.op == "broadcast" else transfer.root
+        nbytes = transfer.message_bytes * self._overhead(transfer.op, protocol, at)
+        return self._streamed("chain", Use(transfer.axis, CHAIN, end), nbytes, base_ns, hops_ns)
+
+    def _tree(self, transfer: Transfer, protocol: str, at: Reach) -> Way:
         """Two binary trees over the nodes, a chain within each node: up, then down, pipelined."""
-        inside_ns, outside_ns = self._hop_ns(protocol, 0)
-        depth = math.ceil(math.log2(at.nodes)) if at.nodes > 1 else 0
-        chain = -(-at.size // at.nodes) - 1
-        wan = math.ceil(math.log2(sites)) if sites > 1 else 0
-        latency_ns = 2 * (depth * outside_ns + chain * inside_ns + wan * self._wan_ns)
+        hops_ns, base_ns = self._hop_ns(protocol, 0), self._base_ns(protocol, 0)
         steps = TREE_SIZE_SHARE[protocol]
         power = max(0, transfer.payload_bytes // 64).bit_length() - 1
         share = TREE_SHARE * (steps[max(0, power)] if power < len(steps) else 1.0)
@@ -140,19 +177,44 @@ class Nccl:
             share /= 3.8
         elif protocol == "ll128":
             share *= 7 / 9 if at.nodes == 1 else 120 / 128
-        return Way(
-            "tree", RING, latency_ns + self._base_ns(protocol, 0), 2.0 * transfer.payload_bytes / share
-        )
+        nbytes = 2.0 * transfer.payload_bytes / share
+        return self._streamed("tree", Use(transfer.axis, TREE), nbytes, base_ns, hops_ns)
+
+    def _streamed(
+        self, algorithm: str, use: Use, nbytes: float, base_ns: int, hops_ns: tuple[int, int]
+    ) -> Way:
+        return Way(algorithm, use, base_ns + self._longest_ns(use, hops_ns), nbytes, base_ns, hops_ns)
+
+    def _longest_ns(self, use: Use, hops_ns: tuple[int, int]) -> int:
+        """What a first chunk takes along the longest way: up a tree and down again, or along a chain."""
+        key = (use, hops_ns)
+        if key not in self._longest:
+            if use.pattern == TREE:
+                following, times = self.traffic.parents(use.axis), 2
+            else:
+                along = self.traffic.to(use)
+                following, times = np.where(self.traffic.sending(use) > 0, along, -1)[None], 1
+            ways = [float(climb(to, self._latencies(to, hops_ns)).max()) for to in following]
+            self._longest[key] = round(times * max(ways))
+        return self._longest[key]
 
     def _direct(self, transfer: Transfer, protocol: str, at: Reach, sites: int) -> Way:
         """Each rank sums its part from all others, and gives it to all others."""
         inside_ns, outside_ns = self._hop_ns(protocol, 1)
         hop_ns = (outside_ns if at.nodes > 1 else inside_ns) + (self._wan_ns if sites > 1 else 0)
         nbytes = 2.0 * (at.size - 1) * _chunk_bytes(transfer) * self._overhead("all_reduce", protocol, at)
-        return Way("direct", PAIRWISE, 2 * hop_ns + self._base_ns(protocol, 1), nbytes)
+        use = Use(transfer.axis, PAIRWISE)
+        return Way("direct", use, 2 * hop_ns + self._base_ns(protocol, 1), nbytes)
+
+    def _latencies(self, to: NDArray[np.int64], hops_ns: tuple[int, int]) -> NDArray[np.float64]:
+        """`hop_ns` from each rank to its `to`."""
+        nodes = self.traffic.slots // self._mesh.ranks_per_node
+        sites = nodes // self._per_site
+        found = np.where(nodes[to] == nodes, *(float(ns) for ns in hops_ns))
+        return found + np.where(sites[to] == sites, 0.0, float(self._wan_ns))
 
     def _sites(self, axis: str) -> int:
-        return self.reach(axis, self._per_site).nodes if self._wan_ns else 1
+        return self.reach(axis, self._per_site * self._mesh.ranks_per_node).nodes if self._wan_ns else 1
 
     def _hop_ns(self, protocol: str, ring: int) -> tuple[int, int]:
         if protocol == "simple" and ring:

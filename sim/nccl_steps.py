@@ -1,26 +1,29 @@
 """NCCL's collectives step by step: every rank a process, every message a flow.
 
-A ring goes in rounds, one chunk a round to the next rank and one from the rank before. NCCL's tuner knows only the
-latency of a whole ring; each round takes its share of that. Pairwise messages go to all peers at once. Trees and
-chains are pipelined: their flows run side by side from the arrival of the last rank on, with the tree's volume on
-each rank's way to the next.
+A part of the data goes in many chunks, of which the first takes the latency of each hop and the others follow in a
+stream. So on rings a token goes the whole way first, hop by hop and as the ranks come, then bytes follow: one part a
+round to the next rank and one from the rank before. Really NCCL goes round many times, with a chunk of each part; so
+the ranks of a ring end together, however their parts lie. Pairwise messages go to all peers at once. Trees and chains
+are in `nccl_streams`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .interpreter import Transfer
 from .machine import Machine, Steps, Tag
 from .nccl import Nccl, Way
+from .nccl_streams import Streams
 
 
-@dataclass(slots=True)
-class _Pipeline:
-    """A pipelined collective: who has come, and the event of its start."""
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """`pooled`: parts of a ring take all rails together, other messages the one of their rank."""
 
-    group: tuple[int, ...]
-    start: Any
-    come: list[int] = field(default_factory=list)
+    nbytes: float
+    after_ns: int
+    channels: float
+    pooled: bool
 
 
 class NcclSteps:
@@ -29,19 +32,22 @@ class NcclSteps:
     def __init__(self, machine: Machine, nccl: Nccl) -> None:
         self._machine = machine
         self._nccl = nccl
+        self._channels = machine.costs.cluster.ring_channels
         self._posted: dict[tuple[Tag, int, int, int], tuple[Any, bool]] = {}
-        self._pipelines: dict[tuple[Tag, int], _Pipeline] = {}
+        # the end of each ring, and who has done its part
+        self._rings: dict[tuple[Tag, int], tuple[Any, list[int]]] = {}
+        self._streams = Streams(machine, nccl)
 
     def run(self, rank: int, group: tuple[int, ...], transfer: Transfer, tag: Tag) -> Steps:
         """Take part as `rank`."""
         way = self._nccl.way(transfer)
         if way.algorithm == "direct":
             yield from self._pairwise(rank, group, way, tag, phases=1 if transfer.op == "all_to_all" else 2)
-        elif way.algorithm == "ring" and transfer.op in ("all_gather", "reduce_scatter", "all_reduce"):
+        elif way.algorithm == "ring":
             rounds = (len(group) - 1) * (2 if transfer.op == "all_reduce" else 1)
             yield from self._ring(rank, group, way, tag, rounds)
         else:
-            yield from self._pipelined(rank, group, way, tag)
+            yield from self._streams.run(rank, group, transfer, way, tag)
 
     def missing(self) -> list[tuple[int, int]]:
         """(A waiting rank, a rank that it waits for)."""
@@ -49,69 +55,41 @@ class NcclSteps:
             (source, target) if sends else (target, source)
             for (_, source, target, _), (_, sends) in self._posted.items()
         ]
-        return messages + [
-            (here, there)
-            for pipeline in self._pipelines.values()
-            for here in pipeline.come
-            for there in pipeline.group
-            if there not in pipeline.come
-        ]
+        return messages + self._streams.missing()
 
     def _ring(self, rank: int, group: tuple[int, ...], way: Way, tag: Tag, rounds: int) -> Steps:
+        group = self._nccl.ring(group)
         place = group.index(rank)
         to, source = group[(place + 1) % len(group)], group[place - 1]
-        nbytes, each_ns = way.nbytes / rounds, way.latency_ns // rounds
+        # the tuner knows the latency of a whole ring only; a hop takes its share of that
+        each_ns = way.latency_ns // rounds
         first_ns = way.latency_ns - each_ns * (rounds - 1)
-        for k in range(rounds):
-            after_ns = each_ns if k else first_ns
-            going = self._post(tag, rank, to, k, nbytes, after_ns, sends=True, pooled=True)
-            yield self._post(tag, source, rank, k, nbytes, after_ns, sends=False, pooled=True)
+        hops = [(0.0, each_ns if k else first_ns) for k in range(rounds)]
+        hops += [(way.nbytes / rounds, 0)] * rounds
+        for k, (nbytes, after_ns) in enumerate(hops):
+            ring = _Message(nbytes, after_ns, self._channels, pooled=True)
+            going = self._post(tag, rank, to, k, ring, sends=True)
+            yield self._post(tag, source, rank, k, ring, sends=False)
             yield going
+        key = (tag, group[0])
+        over, done = self._rings.setdefault(key, (self._machine.env.event(), []))
+        done.append(rank)
+        if len(done) == len(group):
+            del self._rings[key]
+            over.succeed()
+        yield over
 
     def _pairwise(self, rank: int, group: tuple[int, ...], way: Way, tag: Tag, *, phases: int) -> Steps:
-        nbytes = way.nbytes / phases / (len(group) - 1)
+        peers = [peer for peer in group if peer != rank]
+        nbytes, channels = way.nbytes / phases / len(peers), 1 / len(peers)  # they take turns on one
         for phase in range(phases):
             after_ns = way.latency_ns * (phase + 1) // phases - way.latency_ns * phase // phases
-            peers = [peer for peer in group if peer != rank]
-            events = [
-                self._post(tag, peer, rank, phase, nbytes, after_ns, sends=False, pooled=False)
-                for peer in peers
-            ]
-            events += [
-                self._post(tag, rank, peer, phase, nbytes, after_ns, sends=True, pooled=False)
-                for peer in peers
-            ]
+            each = _Message(nbytes, after_ns, channels, pooled=False)
+            events = [self._post(tag, peer, rank, phase, each, sends=False) for peer in peers]
+            events += [self._post(tag, rank, peer, phase, each, sends=True) for peer in peers]
             yield from events
 
-    def _pipelined(self, rank: int, group: tuple[int, ...], way: Way, tag: Tag) -> Steps:
-        env = self._machine.env
-        key = (tag, group[0])
-        pipeline = self._pipelines.setdefault(key, _Pipeline(group, env.event()))
-        pipeline.come.append(rank)
-        if len(pipeline.come) == len(group):
-            del self._pipelines[key]
-            place = group.index
-            flows = [
-                self._send(
-                    source, group[(place(source) + 1) % len(group)], way.nbytes, way.latency_ns, pooled=True
-                )
-                for source in group
-            ]
-            env.all_of(flows).callbacks.append(lambda _: pipeline.start.succeed())
-        yield pipeline.start
-
-    def _post(
-        self,
-        tag: Tag,
-        source: int,
-        target: int,
-        k: int,
-        nbytes: float,
-        after_ns: int,
-        *,
-        sends: bool,
-        pooled: bool,
-    ) -> Any:
+    def _post(self, tag: Tag, source: int, target: int, k: int, message: "_Message", *, sends: bool) -> Any:
         """One end of a message, which is over for both when its bytes are there."""
         key = (tag, source, target, k)
         other = self._posted.pop(key, None)
@@ -120,11 +98,14 @@ class NcclSteps:
             self._posted[key] = (over, sends)
             return over
         over, _ = other
-        self._send(source, target, nbytes, after_ns, pooled=pooled).callbacks.append(lambda _: over.succeed())
-        return over
-
-    def _send(self, source: int, target: int, nbytes: float, after_ns: int, *, pooled: bool) -> Any:
-        channels = self._machine.costs.cluster.nccl.channels if pooled else 1
-        return self._machine.send(
-            source, target, nbytes, after_ns=after_ns, in_order=False, pooled=pooled, channels=channels
+        sent = self._machine.send(
+            source,
+            target,
+            message.nbytes,
+            after_ns=message.after_ns,
+            in_order=False,
+            pooled=message.pooled,
+            channels=message.channels,
         )
+        sent.callbacks.append(lambda _: over.succeed())
+        return over

@@ -102,13 +102,19 @@ class Network:
             self._set_rate(flow, limit)
             self._wake_at_next()
             return
-        alone = True
+        alone, rate, flows, changed = True, limit, self._flows, self._changed
         for link, weight in route:
-            on_link = self._flows.setdefault(link, {})
-            alone = alone and not on_link and link not in self._changed
+            on_link = flows.get(link)
+            if on_link is None:
+                on_link = flows[link] = {}
+            elif on_link:
+                alone = False
             on_link[flow] = weight
+            rate = min(rate, link.capacity / weight)
+        if alone and changed:
+            alone = not any(link in changed for link, _ in route)
         if alone:  # nobody else's rate can change
-            self._set_rate(flow, min(limit, *(link.capacity / weight for link, weight in route)))
+            self._set_rate(flow, rate)
             self._wake_at_next()
             return
         for link, _ in route:

@@ -7,7 +7,7 @@ import numpy as np
 import simpy
 
 from ..conf.model_spec import ModelSpec
-from ..conf.schema import Backend, ClusterConf, ExperimentConf
+from ..conf.schema import Backend, ClusterConf, ExperimentConf, Precision
 from ..policies.comm import CommPolicy, build_comm
 from .classes import Fold
 from .collectives import PerStep
@@ -72,8 +72,10 @@ class Run:
             self.warnings += (
                 "comm.overlap has no effect with cluster.backend=nccl, which overlaps by itself",
             )
+        self.warnings += _precision_warnings(experiment)
         self.engine = make_engine(Setup(experiment, spec, policy, Costs(experiment, spec, policy)))
         self.mesh = self.engine.mesh
+        self.ledger = Ledger(self.mesh)
         self.decided: list[list[tuple[str, str]]] = []  # for each segment
         self.segments = self._segments()
         self.codec_scale = self._codec_scale()
@@ -142,7 +144,8 @@ class Run:
         if not self.folded:
             return machine, Executor(machine, PerStep(machine, self.mesh), self.fold.ranks)
         collectives = Folded(machine, self.mesh, self.fold, self._transfers, self.conditions)
-        return machine, Executor(machine, collectives, self.fold.ranks, classes=True)
+        counts = dict(zip(self.fold.ranks, self.fold.counts, strict=True))
+        return machine, Executor(machine, collectives, self.fold.ranks, classes=True, counts=counts)
 
     def _costs(self, cluster: ClusterConf) -> Costs:
         costs = Costs(replace(self.experiment, cluster=cluster), self.spec, self.policy)
@@ -150,11 +153,11 @@ class Run:
         return costs
 
     def _part_costs(self, costs: Costs) -> Mapping[int, Costs]:
-        """Of each part of a mixed cluster, by its first rank."""
+        """Of each part of a mixed cluster, by its first node."""
         cluster, first, found = costs.cluster, 0, {}
         for part in cluster.parts:
             found[first] = self._costs(replace(cluster, device=part.device))
-            first += part.nodes * cluster.devices_per_node
+            first += part.nodes
         return found
 
     def _codec_scale(self) -> float:
@@ -190,12 +193,14 @@ class Run:
 
     def check_size(self, programs: Mapping[int, Program], steps: int) -> None:
         """Refuse a run whose record nobody could read, before it is made: each collective is a row."""
-        ledger = Ledger(self.mesh)
         segment = Segment(0, False, programs)
+        most = max(self.ledger.num_rows(rank, program) for rank, program in programs.items())
+        if most * steps * self.mesh.num_ranks <= MAX_LEDGER_ROWS:
+            return  # whatever classes there are
         ranks: Iterable[int] = range(self.mesh.num_ranks)
         if self.folded:
             ranks = [each.rank for each in rank_classes(self.mesh, [programs])]
-        rows = sum(ledger.num_rows(rank, segment.program(rank)) for rank in ranks)
+        rows = sum(self.ledger.num_rows(rank, segment.program(rank)) for rank in ranks)
         if rows * steps > MAX_LEDGER_ROWS:
             raise ValueError(
                 f"steps={steps}: the ledger would have {rows * steps:,} rows, {rows:,} a step; simulated, it "
@@ -222,3 +227,16 @@ class Run:
                 segments.append(Segment(iteration, validation, written.programs))
                 self.decided.append(written.decided)
         return segments
+
+
+def _precision_warnings(experiment: ExperimentConf) -> tuple[str, ...]:
+    """A GPU's peak in fp32 is a tenth of that in 16 bits: without it a prediction is far too fast."""
+    cluster = experiment.cluster
+    if experiment.precision is not Precision.fp32 or cluster.backend is not Backend.nccl:
+        return ()
+    return tuple(
+        f"precision=fp32: cluster.{key}.flop_per_s_fp32 is null, so cluster.{key}.flop_per_s={device.flop_per_s:g} "
+        "is taken, which is a guess"
+        for key, device, _ in cluster.kinds
+        if device.flop_per_s_fp32 is None
+    )

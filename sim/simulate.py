@@ -1,15 +1,13 @@
 """One experiment in simulated time: from its config to its record."""
 
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
 
 import numpy as np
 
-from ..analysis.record import Decision, LedgerRow, Record, Span, comm_means, iteration_stats, new_result
+from ..analysis.record import Record, iteration_stats, means_of, new_result
 from ..conf.model_spec import ModelSpec
 from ..conf.offload_check import check_offload
 from ..conf.schema import Backend, ClusterConf, Engine, ExperimentConf, Target
@@ -20,14 +18,14 @@ from .energy import energy_j
 from .engines import EngineModel, Fsdp2, Setup
 from .far import Way
 from .goodput import goodput_of
-from .ledger import Ledger, RankClass, rank_classes
+from .ledger import RankClass, rank_classes
 from .machine import ARRIVAL_SKEW_NS
 from .memory import at_most, convention, memory_over_time, out_of_far_memory, out_of_memory, peak
-from .run import TIMELINE_STEPS, Run, Simulated
-from .timeline import phases, spans
+from .memory_clock import MemoryClock
+from .record import SimulatedRecord, collector_paused
+from .run import Run, Simulated
+from .timeline import phases
 from .topology import TCP_LATENCY_NS
-
-TIMELINE_RANKS = 64  # the timeline shows so many ranks, each the first of its class, at most
 
 # Begin keys of a cluster that only moves between near and far memory read
 _FAR_KEYS = (
@@ -107,7 +105,7 @@ def _simulated(
     git_commit: str,
     fold: bool | None,
 ) -> Record:
-    with _collector_paused():
+    with collector_paused():
         run = Run(experiment, spec, policy, fold, make_engine)
         cluster = run.experiment.cluster
         nominal = run.simulate(cluster)
@@ -116,18 +114,6 @@ def _simulated(
         if guesses and nominal.error is None:
             bounds = [run.iteration_s(run.simulate(_guess(cluster, guesses, i))) for i in (0, 1)]
         return _record(run, nominal, bounds, resolved, git_commit)
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """What a run makes is needed until its record is there: a fourth of the time would go to looking for garbage."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _smallest(cluster: ClusterConf) -> str:
@@ -200,7 +186,7 @@ def _record(
     classes = _classes(run)
     times = run.iteration_s(nominal)
     begun = len(next(iter(nominal.timings.values())))  # segments that all ranks have ended
-    rows = Ledger(run.mesh).rows(run.segments[:begun], classes)
+    sent = run.ledger.trained(run.segments[:begun], classes)
     stats = iteration_stats(times, experiment.warmup_steps)
     if bounds and stats["n"]:
         means = [iteration_stats(b, experiment.warmup_steps)["mean"] for b in (times, *bounds)]
@@ -209,7 +195,7 @@ def _record(
     offload = run.engine.offload
     near = offload.near_bytes() if offload is not None else None
     points = memory_over_time(experiment, run.spec, run.policy, unit_bytes, near)
-    held = at_most(points)
+    held, memory = at_most(points), MemoryClock(experiment.engine, points, nominal.fold)
     key, smallest, _ = min(experiment.cluster.kinds, key=lambda kind: kind[1].memory_bytes)
     error = out_of_memory(held, smallest.memory_bytes, points, key=f"cluster.{key}.memory_bytes")
     outside = _outside(run)
@@ -220,11 +206,11 @@ def _record(
         "error": nominal.error or error,
         "warnings": list(run.warnings),
         "iteration_s": stats,
-        "comm": comm_means(_training(rows), num_ranks=run.mesh.num_ranks, num_iterations=len(times)),
+        "comm": means_of(sent, num_ranks=run.mesh.num_ranks, num_iterations=len(times)),
         "memory_bytes": held,
         "memory_peak": peak(points).reason(),
         "memory_convention": convention(experiment, run.policy).value,
-        "memory_over_time": [{"phase": p.phase, "unit": p.unit, **p.held} for p in points],
+        "memory_over_time": _memory_over_time(run, nominal, memory),
         "folded": run.folded,
         "classes": [{"rank": c.rank, "count": c.count, "ranks": [list(r) for r in c.ranks]} for c in classes],
         "guessed_inputs": _guessed_inputs(experiment),
@@ -245,7 +231,7 @@ def _record(
     good = goodput_of(experiment.goodput, num_nodes=experiment.cluster.nodes)
     if good is not None:
         result["goodput"] = good.plain()
-    return Record(result, rows, _decisions(run), _spans(run, nominal))
+    return SimulatedRecord(result, run, nominal, classes, memory)
 
 
 def _outside(run: Run) -> dict[str, Any]:
@@ -265,10 +251,6 @@ def _outside(run: Run) -> dict[str, Any]:
         "far_memory_bytes": {name: host * nbytes for name, nbytes in offload.far_bytes().items()},
         "moved_bytes": {way.value: nbytes for way, nbytes in moved.items()},
     }
-
-
-def _training(rows: Sequence[LedgerRow]) -> list[LedgerRow]:
-    return [row for row in rows if row.phase != "eval"]
 
 
 def _classes(run: Run) -> tuple[RankClass, ...]:
@@ -292,7 +274,7 @@ def _rates(run: Run, costs: Costs, mean_s: float | None) -> dict[str, Any]:
         "tokens_per_s": tokens_per_s,
         "tflops_per_gpu": flop_per_s / 1e12,
         "tflops_per_gpu_hardware": costs.hardware_flop() / mean_s / 1e12,
-        "mfu": flop_per_s / (cluster.emulated_flops_per_s or _mean(cluster, "flop_per_s")),
+        "mfu": flop_per_s / (cluster.emulated_flops_per_s or _peak_flop_per_s(experiment)),
     }
     if experiment.train.tokens:
         rates["time_to_train_s"] = experiment.train.tokens / tokens_per_s
@@ -300,6 +282,13 @@ def _rates(run: Run, costs: Costs, mean_s: float | None) -> dict[str, Any]:
         priced = all(device.price_per_hour is not None for _, device, _ in cluster.kinds)
         rates["cost"] = rates["gpu_hours"] * _mean(cluster, "price_per_hour") if priced else None
     return rates
+
+
+def _peak_flop_per_s(experiment: ExperimentConf) -> float:
+    """Of the devices at the run's precision, mean over all ranks."""
+    cluster, element = experiment.cluster, experiment.precision.element_bytes
+    total = sum(device.peak_flop_per_s(element) * count for _, device, count in cluster.kinds)
+    return total / cluster.num_ranks
 
 
 def _mean(cluster: ClusterConf, name: str) -> float:
@@ -329,14 +318,27 @@ def _fitted_constants(cluster: ClusterConf) -> list[dict[str, Any]]:
     ]
 
 
-def _phases(run: Run, nominal: Simulated, classes: Sequence[RankClass]) -> dict[str, Any]:
-    """Of the last training step whose items were kept."""
+def _shown_step(run: Run, nominal: Simulated) -> int | None:
+    """The last training step whose items were kept; None: there is none."""
     done = len(next(iter(nominal.timings.values())))
     steps = [i for i, s in enumerate(run.segments[:done]) if not s.validation]
     whole = [i for i in steps if all(timings[i].starts_ns for timings in nominal.timings.values())]
-    if not whole:
+    return whole[-1] if whole else None
+
+
+def _memory_over_time(run: Run, nominal: Simulated, memory: MemoryClock) -> list[dict[str, Any]]:
+    """Of the step that `phases_s` is of."""
+    at = _shown_step(run, nominal)
+    if at is None:
+        return []
+    return memory.plain(run.segments[at], {rank: own[at] for rank, own in nominal.timings.items()})
+
+
+def _phases(run: Run, nominal: Simulated, classes: Sequence[RankClass]) -> dict[str, Any]:
+    """Of the last training step whose items were kept."""
+    at = _shown_step(run, nominal)
+    if at is None:
         return {}
-    at = whole[-1]
     end = max(timings[at].end_ns for timings in nominal.timings.values())
     by_rank = {
         rank: phases(rank, run.segments[at], timings[at], until_ns=end).seconds()
@@ -366,26 +368,6 @@ def _alike(run: Run, nominal: Simulated, classes: Sequence[RankClass]) -> list[t
             (int(members[at]), int(n), fold.ranks[c]) for c, at, n in zip(own, first, counts, strict=True)
         ]
     return sorted(found)
-
-
-def _decisions(run: Run) -> list[Decision]:
-    """Of rank 0: all ranks run one program, so they decide alike."""
-    return [
-        Decision(0, segment.iteration, event, action)
-        for segment, decided in zip(run.segments, run.decided, strict=True)
-        for event, action in decided
-    ]
-
-
-def _spans(run: Run, nominal: Simulated) -> list[Span]:
-    shares = nominal.machine.shares_cores
-    return [
-        span
-        for rank, timings in list(nominal.timings.items())[:TIMELINE_RANKS]
-        for segment, timing in zip(run.segments[:TIMELINE_STEPS], timings, strict=False)
-        if timing.starts_ns  # else it repeats the one before
-        for span in spans(rank, segment, timing, nominal.machine.costs_of(rank), shares_cores=shares)
-    ]
 
 
 def _guessed_inputs(experiment: ExperimentConf) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from .cluster import (
     NcclConf,
     NodeKind,
     PartConf,
+    RankOrder,
 )
 from .comm import CommConf, DeepSpeedConf, GradientPath, HpzLifetime, NodeCopyRule
 from .experiment import Engine, ExperimentConf, Launch, Target
@@ -68,6 +69,7 @@ __all__ = [
     "ParallelConf",
     "PartConf",
     "Precision",
+    "RankOrder",
     "Recompute",
     "Target",
     "TrainConf",

@@ -7,7 +7,10 @@ from typing import Any
 from omegaconf import MISSING
 
 from .. import conditions
+from ..placement import Placement
 from .limits import MAX_RANKS, require
+
+NCCL_MAX_CHANNELS = 32  # MAXCHANNELS of 2.18
 
 
 class NodeKind(Enum):
@@ -32,12 +35,21 @@ class Backend(Enum):
     nccl = "nccl"
 
 
+class RankOrder(Enum):
+    """How ranks are put on the nodes."""
+
+    block = "block"  # node by node
+    cyclic = "cyclic"  # rank r on node r % nodes, as Slurm's --distribution=cyclic
+
+
 @dataclass(kw_only=True)
 class DeviceConf:
     """One GPU (or one rank's share of a CPU)."""
 
     name: str = "cpu"
     flop_per_s: float = 1e12  # dense peak at the run's precision
+    # the same with precision=fp32, without TF32, which torch leaves off for matmuls; null: flop_per_s
+    flop_per_s_fp32: float | None = None
     matmul_efficiency: float = 0.5  # share of the peak that large matmuls reach within a tile
     matmul_fixed_tokens: float = 0.0  # each linear product takes as long as with so many tokens more
     matmul_ramp: int = 0  # products along k that a tile's start and end cost
@@ -79,9 +91,17 @@ class DeviceConf:
         )
         for key in ("flop_per_s", "memory_bytes", "memory_Bps"):
             require(getattr(self, key) > 0, f"cluster.device.{key}", getattr(self, key), "> 0")
+        fp32 = self.flop_per_s_fp32
+        require(fp32 is None or fp32 > 0, "cluster.device.flop_per_s_fp32", fp32, "> 0, or null")
         require(self.launch_ns >= 0, "cluster.device.launch_ns", self.launch_ns, ">= 0")
         price = self.price_per_hour
         require(price is None or price >= 0, "cluster.device.price_per_hour", price, ">= 0 or null")
+
+    def peak_flop_per_s(self, element_bytes: int) -> float:
+        """Dense peak on numbers of so many bytes."""
+        if element_bytes >= 4 and self.flop_per_s_fp32 is not None:
+            return self.flop_per_s_fp32
+        return self.flop_per_s
 
 
 @dataclass(kw_only=True)
@@ -149,7 +169,9 @@ class NcclConf:
     algorithm: Algorithm = Algorithm.auto  # of an all-reduce
     protocols: list[str] = field(default_factory=lambda: ["simple"])  # that the tuner chooses from
     base_latency: bool = False  # NCCL's own constants for the begin of a call come on top of the hops
-    channels: int = 1  # of a ring: where it shares links with other traffic it counts as so many flows
+    # of a ring: where it shares links with other traffic it counts as so many flows; null: 2 for each link of a node,
+    # as NCCL makes them (2.18, src/graph: its search gives each NIC a ring, ncclTopoPostset doubles what was found)
+    channels: int | None = None
 
     def __post_init__(self) -> None:
         legal = ("ll", "ll128", "simple")
@@ -159,16 +181,21 @@ class NcclConf:
             list(self.protocols),
             f"some of {list(legal)}",
         )
-        require(self.channels >= 1, "cluster.nccl.channels", self.channels, ">= 1")
+        channels = self.channels
+        require(channels is None or channels >= 1, "cluster.nccl.channels", channels, ">= 1, or null")
 
 
 @dataclass(kw_only=True)
 class PartConf:
-    """Nodes with another device, in a mixed cluster."""
+    """Nodes of another machine, in a mixed cluster.
+
+    All nodes have `devices_per_node` ranks: of a machine with more GPUs so many are used."""
 
     name: str = ""
     nodes: int = MISSING
     device: DeviceConf = field(default_factory=DeviceConf)
+    intra_node: IntraNodeConf | None = None  # of these nodes, all of it; null: the cluster's
+    inter_node: InterNodeConf | None = None  # of these nodes, but for leaves and rails; null: the cluster's
 
     def __post_init__(self) -> None:
         require(self.nodes >= 1, "cluster.parts.nodes", self.nodes, ">= 1")
@@ -236,6 +263,8 @@ class ClusterConf:
     nodes: int = MISSING
     devices_per_node: int = MISSING
     backend: Backend = Backend.gloo
+    # which rank lies on which node; the groups of a policy stay those of consecutive ranks
+    rank_order: RankOrder = RankOrder.block
     shaped: bool = False  # nodes are namespaces of this machine, joined by shaped links
     device: DeviceConf = field(default_factory=DeviceConf)
     intra_node: IntraNodeConf = field(default_factory=IntraNodeConf)
@@ -248,9 +277,10 @@ class ClusterConf:
     wan_Bps: float | None = None  # of one site's way to the others, each direction
     wan_latency_ns: int = 0  # one traversal, site to site
     slowdown: Any = None  # {rank: factor}, or a list of {rank, factor, from_s, until_s}
-    link_slowdown: Any = None  # a list of {node, factor, from_s, until_s}
-    # a list of {rank | node, at_s} (of a node: its links), or {mtbf_s, link_mtbf_s}: of a rank and of a node's links,
-    # drawn by `seed`; links that recover are a link_slowdown by a large factor
+    # a list of {node | rank, factor, from_s, until_s}: of a node's links to the others, or of a rank's own to its node
+    link_slowdown: Any = None
+    # a list of {rank, at_s} or {node, at_s, until_s} (of a node: its links, which carry nothing until then, or never
+    # again), or {mtbf_s, link_mtbf_s}: the first of a rank and of a node's links, drawn by `seed`
     failures: Any = None
     emulated_flops_per_s: float | None = None  # the runtime sleeps each unit's matmuls out to this rate
     guesses: dict[str, Any] = field(default_factory=dict)  # guessed key -> [worst, best]
@@ -272,13 +302,40 @@ class ClusterConf:
         self._check_network()
         ranks = self.num_ranks
         conditions.rank_slowdowns(self.slowdown, ranks)
-        conditions.link_slowdowns(self.link_slowdown, self.nodes)
+        links = conditions.link_slowdowns(self.link_slowdown, nodes=self.nodes, num_ranks=ranks)
+        require(
+            self.backend is Backend.nccl or not any(slow.own for slow in links),
+            "cluster.link_slowdown",
+            self.link_slowdown,
+            "of nodes with cluster.backend=gloo, whose ranks have no links of their own",
+        )
         conditions.failures(self.failures, num_ranks=ranks, nodes=self.nodes)
         if self.parts:
             total = sum(part.nodes for part in self.parts)
             require(
                 total == self.nodes, "cluster.parts", [p.nodes for p in self.parts], f"{self.nodes} nodes"
             )
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        """What the nodes of all parts must share."""
+        ours = self.inter_node
+        for i, part in enumerate(self.parts):
+            own, key = part.inter_node, f"cluster.parts.{i}.inter_node"
+            if own is None:
+                continue
+            usual = InterNodeConf()
+            for name in ("nodes_per_leaf", "oversubscription", "rails"):
+                value, legal = getattr(own, name), getattr(ours, name)
+                require(
+                    value in (legal, getattr(usual, name)),
+                    f"{key}.{name}",
+                    value,
+                    f"left out: leaves and rails are the cluster's (cluster.inter_node.{name}={legal})",
+                )
+            if ours.rails:
+                what = f"{ours.links} with cluster.inter_node.rails=true, as cluster.inter_node.links"
+                require(own.links == ours.links, f"{key}.links", own.links, what)
 
     def _check_network(self) -> None:
         per_leaf = self.inter_node.nodes_per_leaf
@@ -302,6 +359,13 @@ class ClusterConf:
         return self.nodes * self.devices_per_node
 
     @property
+    def ring_channels(self) -> int:
+        """The flows that a ring of NCCL counts as where it shares links."""
+        if self.nccl.channels is not None:
+            return self.nccl.channels
+        return min(NCCL_MAX_CHANNELS, 2 * self.inter_node.links)
+
+    @property
     def kinds(self) -> list[tuple[str, DeviceConf, int]]:
         """Each kind of device: the key that holds it, what it is, and how many ranks have it."""
         if not self.parts:
@@ -311,10 +375,40 @@ class ClusterConf:
             for i, part in enumerate(self.parts)
         ]
 
-    def device_of(self, rank: int) -> DeviceConf:
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.nodes, self.devices_per_node, self.rank_order is RankOrder.cyclic)
+
+    def part_of(self, node: int) -> PartConf | None:
+        """The part that a node belongs to; None: the cluster is not mixed."""
         first = 0
-        for _, device, count in self.kinds:
-            first += count
-            if rank < first:
-                return device
-        raise ValueError(f"rank {rank} is none of the {self.num_ranks} ranks")
+        for part in self.parts:
+            first += part.nodes
+            if node < first:
+                return part
+        return None
+
+    def inside(self, node: int) -> IntraNodeConf:
+        """How the ranks of a node are joined."""
+        part = self.part_of(node)
+        return self.intra_node if part is None or part.intra_node is None else part.intra_node
+
+    def outside(self, node: int) -> InterNodeConf:
+        """A node's links to the others; leaves and rails are the cluster's."""
+        part = self.part_of(node)
+        return self.inter_node if part is None or part.inter_node is None else part.inter_node
+
+    @property
+    def insides(self) -> list[IntraNodeConf]:
+        """Each kind of node's, once for each part."""
+        return [part.intra_node or self.intra_node for part in self.parts] or [self.intra_node]
+
+    @property
+    def outsides(self) -> list[InterNodeConf]:
+        return [part.inter_node or self.inter_node for part in self.parts] or [self.inter_node]
+
+    def device_of(self, rank: int) -> DeviceConf:
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"rank {rank} is none of the {self.num_ranks} ranks")
+        part = self.part_of(self.placement.node(rank))
+        return self.device if part is None else part.device

@@ -73,7 +73,9 @@ def build_layout(
         shared["batch.sequence"] = sequence
     for key, value in shared.items():
         if value % conf.tensor:
-            raise ValueError(f"parallel.tensor={conf.tensor} must divide {key}={value}")
+            raise ValueError(
+                f"parallel.tensor={conf.tensor} must divide {key}={value}{_padded(key, value, conf)}"
+            )
     return MegatronLayout(
         name=f"t{conf.tensor}p{conf.pipeline}",
         num_layers=layers,
@@ -87,3 +89,11 @@ def build_layout(
         recompute=recompute,
         tied=tied,
     )
+
+
+def _padded(key: str, value: int, conf: ParallelConf) -> str:
+    """What Megatron makes of a vocabulary: --make-vocab-size-divisible-by 128, times the tensor group."""
+    if key != "model.vocab":
+        return ""
+    block = 128 * conf.tensor
+    return f"; Megatron pads the table to a multiple of 128 * {conf.tensor}: model.vocab={-(-value // block) * block}"

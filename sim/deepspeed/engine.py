@@ -65,7 +65,7 @@ class DeepSpeed:
         self.overlaps = conf.overlap_gathers if conf.overlap_gathers is not None else overlaps
         self.conf = conf
         self.network = network(setup.spec, experiment.recompute)
-        self.mesh = Mesh(cluster.num_ranks, cluster.devices_per_node, policy.hpz_size)
+        self.mesh = Mesh.of(cluster, policy.hpz_size)
         self.experiment, self.spec, self.policy = experiment, setup.spec, policy
         self.decisions = Decisions(policy)
         element, ranks = experiment.precision.element_bytes, self.mesh.num_ranks

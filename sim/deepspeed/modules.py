@@ -126,6 +126,16 @@ def network(spec: ModelSpec, recompute: Recompute) -> Network:
     return Network(tuple(held), tuple(visits))
 
 
+def largest_module(spec: ModelSpec) -> int:
+    """Elements of the module that holds most by itself: what DeepSpeed's estimator calls the largest layer."""
+    found: dict[tuple[str, str], int] = {}
+    for unit in parameters(spec):
+        for tensor in unit.tensors:
+            key = (unit.name, tensor.name.rpartition(".")[0])
+            found[key] = found.get(key, 0) + tensor.numel
+    return max(found.values())
+
+
 def _calls(modules: Sequence[Module], asked: Pass) -> list[Visit]:
     """The block's hooked modules without parameters are counted with its first."""
     bare = max(0, HOOKED_IN_BLOCK - len(modules))

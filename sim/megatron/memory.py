@@ -1,17 +1,23 @@
 """Bytes that one rank of a pipeline stage holds over a step."""
 
+from collections.abc import Mapping
+
 from ...conf.model_spec import ModelSpec
 from ...conf.schema import ExperimentConf, Precision
 from ..device import Device
 from ..layers import kernels_of
 from ..memory import CLASSES, MemoryPoint, optimizer_bytes
+from ..program import Program
 from ..root_layers import head_bytes
 from .model import LayoutModel
 from .parts import FLOAT_BYTES
+from .stage import unit_name
+
+STEP_TAG = 5  # parts of the tag of an item of a pass whose steps are items: stage, micro-batch, chunk, direction, place
 
 
 def stage_memory(experiment: ExperimentConf, spec: ModelSpec) -> list[MemoryPoint]:
-    """Where the first and the last stage are fullest: in a forward pass, in a backward pass, in the step.
+    """A step of the first rank of the first and of the last stage, pass by pass in the schedule's order.
 
     The first stage has the most micro-batches in flight, the last one the logits. States: 16-bit weights, fp32
     gradients, fp32 master copy and moments, of which ZeRO-1 shares out the last three over the replicas; in fp16
@@ -42,19 +48,45 @@ def _points(model: LayoutModel, experiment: ExperimentConf, stage: int) -> list[
         tensor=model.layout.tensor,
     )
     kept = 0.0
-    most = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+    known: dict[tuple[str, int], Mapping[str, int]] = {}
+    rank, unit = stage * model.mesh.tensor * model.mesh.data, unit_name(stage)
+
+    def point(phase: str, activation: float, micro_batch: int) -> MemoryPoint:
+        key = (phase, round(activation))
+        if key not in known:
+            known[key] = states | {"activations": key[1]}
+        return MemoryPoint(phase, unit, known[key], micro_batch, rank)
+
+    points = []
     for each in model.layout.passes(stage):
         kind = model.kind(stage, each.chunk, each.backward)
         saved = kind.blocks * block.saved_bytes + (head if kind.head else 0.0)
         if each.backward:
             # a block that is repeated stands whole beside the others; so does the gradient of the logits
             beside = max(block.working_bytes, head if kind.head else 0.0)
-            most["backward"] = max(most["backward"], kept + beside)
+            points.append(point("backward", kept + beside, each.micro_batch))
             kept -= saved
         else:
             kept += saved
-            most["forward"] = max(most["forward"], kept + block.working_bytes)
-    return [
-        MemoryPoint(phase, f"stage.{stage}", states | {"activations": round(nbytes)})
-        for phase, nbytes in most.items()
-    ]
+            points.append(point("forward", kept + block.working_bytes, each.micro_batch))
+    return [*points, point("step", 0.0, experiment.batch.accumulation - 1)]
+
+
+def pass_starts(program: Program) -> list[tuple[str, str, int]]:
+    """(phase, stage, first item) of each pass, and of the optimizer step."""
+    found: list[tuple[str, str, int]] = []
+    last: object = None
+    for item in program.items:
+        kind = item.parts[0].work if item.parts else None
+        if item.phase == "step":
+            if kind is not None and kind.key.startswith("step/"):
+                found.append((item.phase, item.unit, item.index))
+            continue
+        if program.compact:  # a pass is an item
+            this: object = item.index if kind is not None and kind.key.startswith("pass/") else None
+        else:  # its items share a tag up to their place in it
+            this = item.tag[:4] if isinstance(item.tag, tuple) and len(item.tag) == STEP_TAG else None
+        if this is not None and this != last:
+            found.append((item.phase, item.unit, item.index))
+            last = this
+    return found

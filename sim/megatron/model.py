@@ -45,7 +45,7 @@ class LayoutModel:
             tied=spec.tied_embeddings,
             recompute=experiment.recompute.value,
         )
-        self.mesh = Mesh(cluster.num_ranks, cluster.devices_per_node, 1, conf.tensor, conf.pipeline)
+        self.mesh = Mesh.of(cluster, 1, conf.tensor, conf.pipeline)
         self.decided: list[tuple[str, str]] = []  # (event, action), each distinct event once
         self.parts = Parts(
             spec,

@@ -8,7 +8,7 @@ from pathlib import Path
 from .evaluated import Evaluated, Evaluator
 from .files import CSV, write
 from .gates import judge
-from .printed import gates_text, legend, overview_text, table_text
+from .printed import gates_text, left_out_text, legend, overview_text, table_text
 from .rows import PublishedRow, read_folder
 from .tables import in_order
 
@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     verdicts = judge(evaluated) if options.rows is None else []
     if len(evaluated) > 1:
         sys.stdout.write(f"{overview_text(evaluated)}\n")
+    if options.rows is None and not options.table:
+        sys.stdout.write(f"{left_out_text()}\n")
     sys.stdout.write(gates_text(verdicts))
     if options.out is not None:
         try:

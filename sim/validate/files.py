@@ -102,4 +102,5 @@ def _row(e: Evaluated, null_error: float | None) -> dict[str, Any]:
         "not_simulated": e.reason,
         "notes": list(e.notes),
         "note": e.row.note,
+        "needs": e.row.needs,
     }

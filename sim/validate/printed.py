@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from .evaluated import OOM, Evaluated
 from .gates import Verdict
+from .left_out import LEFT_OUT
 from .quantities import QUANTITIES
 from .statistics import Errors, Statistics, null_errors, table_statistics
 from .tables import table_of
@@ -48,6 +49,17 @@ def gates_text(verdicts: Sequence[Verdict]) -> str:
     lines = ["gates"]
     for verdict in verdicts:
         lines.append(_wrapped(f"{'MISSED' if verdict.missed else 'held  '} {verdict.sentence}", hanging=9))
+    return "\n".join(lines) + "\n"
+
+
+def left_out_text() -> str:
+    """Published figures that are no rows: what they are, and why, a line each."""
+    total = sum(each.figures for each in LEFT_OUT)
+    lines = [f"published, and no rows here: {total} figures"]
+    lines += [
+        _wrapped(f"{each.what} ({each.figures}, {each.source}): {each.reason}", hanging=4)
+        for each in LEFT_OUT
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -145,15 +157,22 @@ def _by_reason(rows: Sequence[Evaluated]) -> list[str]:
     """What rows have in common is said once: why they were not simulated, and what the simulation warned of."""
     told: dict[str, list[str]] = {}
     for e in rows:
-        texts = (
-            [f"not simulated: {e.reason}"] if e.ours is None else [f"simulation: {note}" for note in e.notes]
-        )
+        texts = [f"simulation: {note}" for note in e.notes] if e.ours is not None else [_why_not(e)]
         for text in texts:
             told.setdefault(text, []).append(e.row.row_id)
-    return [
-        f"{text} ({ids[0]})" if len(ids) == 1 else f"{text} ({len(ids)} rows, {ids[0]} first)"
-        for text, ids in told.items()
-    ]
+    return [f"{text} ({_listed(text, ids)})" for text, ids in told.items()]
+
+
+def _why_not(e: Evaluated) -> str:
+    needs = e.row.needs
+    return f"not simulated: waits for {needs}" if needs else f"not simulated: {e.reason}"
+
+
+def _listed(text: str, ids: Sequence[str]) -> str:
+    """All rows that were not simulated; of those that were, the first."""
+    if text.startswith("not simulated"):
+        return ", ".join(ids)
+    return ids[0] if len(ids) == 1 else f"{len(ids)} rows, {ids[0]} first"
 
 
 def _about(quantity: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from .quantities import QUANTITIES, UNITS
 
 REQUIRED = ("row_id", "table", "quantity", "unit", "value", "verified", "source", "overrides")
-OPTIONAL = ("fitted", "against", "note")
+OPTIONAL = ("fitted", "against", "note", "needs")
 _FLAGS = {"yes": True, "no": False}
 
 
@@ -25,6 +25,7 @@ class PublishedRow:
         fitted: Whether a constant of the simulator was chosen by this figure. Such rows are not held out.
         overrides: The experiment, as on the command line of `twinbed`.
         against: The experiment to which a ratio relates; empty for all other quantities.
+        needs: What the simulator would have to be able to do for this row; empty: it should be able to.
     """
 
     row_id: str
@@ -38,6 +39,7 @@ class PublishedRow:
     overrides: tuple[str, ...]
     against: tuple[str, ...] = ()
     note: str = ""
+    needs: str = ""
 
     @property
     def held_out(self) -> bool:
@@ -156,6 +158,7 @@ def _row(cells: dict[str, str], where: str) -> PublishedRow:
         overrides=tuple(cells["overrides"].split()),
         against=against,
         note=cells.get("note", ""),
+        needs=cells.get("needs", ""),
     )
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from twinbed.analysis import plots
 from twinbed.analysis.load import Run, load
-from twinbed.analysis.record import Record, Span, trace_events
+from twinbed.analysis.record import Counter, Record, Span, trace_events
+from twinbed.analysis.tables import memory_series
 from twinbed.analysis.timelines import iteration_timeline, merged_trace
 
 Make = Callable[..., Record]
@@ -106,3 +107,32 @@ def test_spans_of_a_stream_that_overlap_have_tracks_of_their_own() -> None:
         "e": first,
         "d": first,
     }
+
+
+def test_memory_is_a_counter_beside_the_spans_and_a_series_of_the_fullest_rank(make_record: Make) -> None:
+    record = make_record()
+    first = min(span.start_ns for span in record.spans)
+    record.counters = [Counter(0, "memory", first + 5_000, {"parameters": 7, "activations": 9})]
+    held = dict.fromkeys(("parameters", "gradients", "optimizer", "secondary_shard", "buffers"), 1)
+    record.result["memory_over_time"] = [
+        {
+            "rank": rank,
+            "t_s": 0.1 * i,
+            "phase": "forward",
+            "unit": "u",
+            "micro_batch": 0,
+            "activations": n,
+            **held,
+        }
+        for rank, sizes in ((0, (1, 2)), (2, (5, 9, 3)))
+        for i, n in enumerate(sizes)
+    ]
+    run = Run(Path(), sim=record, real=None)
+    (counter,) = [e for e in merged_trace(run)["traceEvents"] if e["ph"] == "C"]
+    assert (counter["name"], counter["ts"], counter["args"]["activations"]) == ("memory", 5.0, 9)
+    series = memory_series(run)
+    assert list(series["rank"]) == [2, 2, 2]
+    assert list(series["activations"]) == [5, 9, 3]
+    assert len(plots.png(plots.memory_series_figure(series, capacity_bytes=20.0))) > 1000
+    record.result["memory_over_time"] = [{"phase": "forward", "unit": "u", "activations": 1, **held}]
+    assert memory_series(run).empty  # of a record without times

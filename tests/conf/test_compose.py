@@ -90,6 +90,10 @@ def test_global_sequences_give_the_accumulation() -> None:
         (["comm=hpz", "comm.gradient_path=ring"], "comm.gradient_path=ring has no effect without"),
         (["comm=zero3", "comm.hpz_lifetime=step"], "comm.hpz_lifetime=step has no effect without hpZ"),
         (["optimizer.momentum=0.9"], "optimizer.momentum=0.9 has no effect without optimizer=sgd"),
+        (
+            ["target=sim", "recompute=selective"],
+            "recompute=selective has no effect without kernels.attention=unfused",
+        ),
         (["target=sim", "launch=slurm"], "launch=slurm has no effect without target=runtime or both"),
         (
             ["target=sim", "cluster=leaf_spine_a100", "cluster.nodes=4"],

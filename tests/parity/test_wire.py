@@ -11,8 +11,15 @@ from twinbed.policies.mesh import Mesh
 @pytest.mark.netns
 @pytest.mark.distributed
 @pytest.mark.timeout(200)
-def test_interfaces_count_what_the_ledger_says(run_cases: Callable[..., Any]) -> None:
-    common = ("cluster.inter_node.bandwidth_Bps=62.5e6", "steps=3", "warmup_steps=0", "batch.sequence=32")
+@pytest.mark.parametrize("order", ["block", "cyclic"])
+def test_interfaces_count_what_the_ledger_says(order: str, run_cases: Callable[..., Any]) -> None:
+    common = (
+        f"cluster.rank_order={order}",
+        "cluster.inter_node.bandwidth_Bps=62.5e6",
+        "steps=3",
+        "warmup_steps=0",
+        "batch.sequence=32",
+    )
     cases = {
         policy: (*common, f"comm={policy}")
         for policy in ("ddp", "ps", "zero3", "qwz", "hpz", "qgz", "zeropp")
@@ -20,7 +27,7 @@ def test_interfaces_count_what_the_ledger_says(run_cases: Callable[..., Any]) ->
     for name, (composed, real) in run_cases(cases).items():
         if not real.result["interfaces"]:
             pytest.skip("links are not shaped here")
-        mesh = Mesh(4, 2)
+        mesh = Mesh.of(composed.experiment.cluster)
         for node, counted in enumerate(real.result["interfaces"]):
             said = sum(row.inter_node_bytes for row in real.ledger if mesh.node_of(row.rank) == node)
             ratio = counted["sent_bytes"] / said if said else None

@@ -307,7 +307,7 @@ def test_layouts_that_do_not_fit_are_refused(keys: dict[str, Any], message: str)
     [
         ({"kv_heads": 2}, r"parallel\.tensor=4 must divide model\.kv_heads=2"),
         ({"ffn": 4098}, r"must divide model\.ffn=4098"),
-        ({"vocab": 50257}, r"must divide model\.vocab=50257"),
+        ({"vocab": 50257}, r"must divide model\.vocab=50257; Megatron pads .* 128 \* 4: model\.vocab=50688"),
         ({"sequence": 510}, r"must divide batch\.sequence=510"),
         ({"recompute": "selective_op"}, r"recompute=selective_op"),
     ],

@@ -127,14 +127,15 @@ SLOW = {"cluster_backend": Backend.nccl, "cluster_device": DeviceConf(flop_per_s
 
 
 @pytest.mark.parametrize("comm", ["zero3", "zeropp", "ddp", "qgz"])
-@pytest.mark.parametrize("slowdown", [{3: 2.0}, {0: 1.5, 6: 3.0}, {5: 0.5}])
-def test_folded_stragglers_agree_with_every_message(make_experiment, make_spec, comm, slowdown):
-    experiment = make_experiment(comm, nodes=4, ranks=2, cluster_slowdown=slowdown, steps=6, **SLOW)
+@pytest.mark.parametrize("slowdown", [{3: 2.0}, {0: 1.5, 6: 3.0}, {5: 0.5}, {1: 1.02, 7: 1.3, 4: 1.1}])
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 6), (4, 2)])
+def test_folded_stragglers_agree_with_every_message(make_experiment, make_spec, comm, slowdown, ranks, steps):
+    keys = {"cluster_slowdown": slowdown, "steps": steps, "warmup_steps": 1}
+    experiment = make_experiment(comm, nodes=4, ranks=ranks, **keys, **SLOW)
     folded, stepwise = (simulate(experiment, spec=make_spec(hidden=128), fold=fold) for fold in (True, False))
     a, b = folded.result["iteration_s"]["mean"], stepwise.result["iteration_s"]["mean"]
-    # pairwise, step by step, a rank goes on when its own messages are through; folded, when all are
-    assert a == pytest.approx(b, rel=0.03 if comm == "qgz" else 0.01)
-    assert sum(entry["count"] for entry in folded.result["ranks"]) == 8
+    assert a == pytest.approx(b, rel=0.01)
+    assert sum(entry["count"] for entry in folded.result["ranks"]) == 4 * ranks
 
 
 def test_one_straggler_slows_all_and_they_wait_for_it(make_experiment, make_spec):
@@ -225,6 +226,8 @@ def test_a_failed_rank_ends_the_run_and_names_who_waits(make_experiment, make_sp
     assert record.result["error"].startswith(f"rank 2 failed at {2.5 * mean_s:g} s: ")
     assert "waits for rank 2" in record.result["error"]
     assert "iteration 2" in record.result["error"]
+    stands = "(each stands for ranks that behave alike: rank 0 for 3)"  # zero3: all but the one that failed
+    assert (stands in record.result["error"]) == fold
     assert record.result["iteration_s"]["n"] == 2
     assert {row.iteration for row in record.ledger} == {0, 1}
 
@@ -261,11 +264,13 @@ def test_links_fail_by_the_seed_too(make_experiment, make_spec):
     cluster = make_experiment(nodes=4, ranks=2, cluster_failures={"link_mtbf_s": 1000.0}).cluster
     drawn = [Conditions(cluster, seed=seed) for seed in range(400)]
     assert not any(d.dies_ns for d in drawn)
-    assert np.mean([next(iter(d.cut_ns.values())) / 1e9 for d in drawn]) == pytest.approx(1000 / 4, rel=0.2)
-    assert {next(iter(d.cut_ns)) for d in drawn} == set(range(4))
+    assert np.mean([next(iter(d.cuts.values()))[0][0] / 1e9 for d in drawn]) == pytest.approx(
+        1000 / 4, rel=0.2
+    )
+    assert {next(iter(d.cuts)) for d in drawn} == set(range(4))
     both = make_experiment(cluster_failures={"mtbf_s": 1.0, "link_mtbf_s": 1.0}).cluster
     assert Conditions(both).dies_ns
-    assert Conditions(both).cut_ns
+    assert Conditions(both).cuts
 
 
 def test_mixed_devices_are_classes_of_their_own(make_experiment, make_spec):

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from twinbed.conf.compose import compose
 from twinbed.conf.model_flop import Matmul
-from twinbed.conf.schema import DeviceConf
+from twinbed.conf.schema import Backend, DeviceConf, Precision
 from twinbed.sim.busy import Busy, beside_collectives
 from twinbed.sim.device import Device, Tally, slowest_of
 from twinbed.sim.interpreter import LocalWork, Work
+from twinbed.sim.simulate import simulate
 
 PLAIN = DeviceConf(flop_per_s=1e12, matmul_efficiency=1.0, memory_Bps=1e15)
 TILED = DeviceConf(flop_per_s=100e12, matmul_efficiency=1.0, memory_Bps=1e15, sms=100)
@@ -37,6 +38,35 @@ def test_published_products(cluster, shape, tflop_per_s):
     assert product.flop / cluster_device(cluster).matmul_ns(product) / 1e3 == pytest.approx(
         tflop_per_s, rel=0.02
     )
+
+
+@pytest.mark.parametrize(
+    ("cluster", "tflop_per_s"),
+    [("dgx_a100", 19.5), ("dgx2_v100", 15.7), ("dgx_h100", 66.9), ("p100_single", 9.3)],  # data sheets
+)
+def test_fp32_has_a_peak_of_its_own(cluster, tflop_per_s):
+    """Without TF32, as torch has it by default; a run in fp32 is slower by so much, and its MFU is of that peak."""
+    conf = compose(("target=sim", f"cluster={cluster}")).experiment.cluster.device
+    assert conf.peak_flop_per_s(4) == pytest.approx(tflop_per_s * 1e12)
+    assert conf.peak_flop_per_s(2) == conf.flop_per_s
+    product = Matmul("product", 8192, 8192, 8192)
+    wide, narrow = (Device(conf, element_bytes=n).matmul_ns(product) for n in (4, 2))
+    assert wide == pytest.approx(narrow * conf.flop_per_s / conf.flop_per_s_fp32, rel=0.01)
+
+
+def test_a_guessed_peak_in_fp32_is_said(make_experiment, make_spec):
+    found = {}
+    for fp32 in (None, 1e9):
+        device = DeviceConf(flop_per_s=4e9, flop_per_s_fp32=fp32, memory_Bps=1e12)
+        keys = {"cluster_backend": Backend.nccl, "cluster_device": device, "precision": Precision.fp32}
+        found[fp32] = simulate(make_experiment("ddp", **keys), spec=make_spec()).result
+    (warning,) = found[None]["warnings"]
+    assert "cluster.device.flop_per_s_fp32 is null" in warning
+    assert found[1e9]["warnings"] == []
+    assert found[1e9]["phases_s"]["compute"] > 3 * found[None]["phases_s"]["compute"]
+    assert found[1e9]["mfu"] == pytest.approx(found[1e9]["tflops_per_gpu"] * 1e12 / 1e9)
+    with pytest.raises(ValueError, match=r"cluster.device.flop_per_s_fp32=0: must be > 0, or null"):
+        DeviceConf(flop_per_s_fp32=0)
 
 
 def test_one_tile_more_is_one_wave_more():

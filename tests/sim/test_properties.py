@@ -215,7 +215,9 @@ def test_busy_and_idle_are_the_span(cluster, comm, factor):
     data=st.data(),
 )
 def test_relabelling_equal_ranks_changes_nothing(cluster, comm, factor, data):
-    assume(cluster.sites == 1)
+    # of an odd number of GPUs wired in pairs the last has none beside it: not an equal of the others
+    paired = cluster.intra_node.kind is NodeKind.nvlink_pairs
+    assume(not (paired and cluster.devices_per_node % 2))
     first, second = (data.draw(st.integers(0, cluster.num_ranks - 1)) for _ in range(2))
     means = [
         simulate(experiment_of(replace(cluster, slowdown={rank: factor}), comm), spec=SPEC).result[

@@ -1,10 +1,14 @@
 """Published rows as CSV: what is read, and what is refused with file, line and column."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from twinbed.sim.validate.command import ROWS
+from twinbed.sim.validate.evaluated import Evaluator
+from twinbed.sim.validate.left_out import LEFT_OUT
+from twinbed.sim.validate.printed import WIDTH, left_out_text, table_text
 from twinbed.sim.validate.rows import PublishedRow, read_folder, read_rows
 from twinbed.sim.validate.tables import TABLES
 
@@ -137,3 +141,27 @@ def test_each_speedup_is_the_quotient_of_its_cells() -> None:
         assert row.value == pytest.approx(above.value / below.value, abs=5e-5)
         assert row.fitted == (above.fitted or below.fitted)
         assert row.verified == (above.verified and below.verified)
+
+
+def test_what_rows_wait_for_is_said_and_still_true() -> None:
+    """Eight rows: once the simulator can do what a row needs, the row must no longer say that it cannot."""
+    waiting = [row for rows in read_folder(ROWS).values() for row in rows if row.needs]
+    assert Counter(row.needs for row in waiting) == {
+        "ring sequence parallelism": 6,
+        "offload to host memory": 2,
+    }
+    evaluated = [Evaluator().evaluate(row) for row in waiting]
+    assert [e.row.row_id for e in evaluated if e.ours is not None] == []
+    told = " ".join(table_text("gpt3_press", evaluated).split())
+    assert (
+        "not simulated: waits for offload to host memory (gpt3_colossal_64, gpt3_colossal_64_memory)" in told
+    )
+
+
+def test_what_is_left_out_is_printed_a_line_each() -> None:
+    told = left_out_text()
+    assert max(map(len, told.splitlines())) <= WIDTH
+    shown = " ".join(told.split())
+    for each in LEFT_OUT:
+        assert each.figures > 0
+        assert f"{each.what} ({each.figures}, {each.source}): {each.reason}" in shown
