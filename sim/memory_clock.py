@@ -95,7 +95,8 @@ def unit_starts(program: Program) -> list[tuple[str, str, int]]:
     found: list[tuple[str, str, int]] = []
     for item in program.items:
         if item.stream == COMPUTE and any(part.work.kind in ("compute", "step") for part in item.parts):
-            visit = (item.phase, item.unit)
+            # what is offloaded is stepped unit by unit
+            visit = (item.phase, "" if item.phase == "step" else item.unit)
             if not found or found[-1][:2] != visit:
                 found.append((*visit, item.index))
     return found
