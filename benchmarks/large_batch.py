@@ -1,4 +1,4 @@
-"""How large may a batch be? AdamW and SGD with a rate that grows with the batch against LAMB and LARS, on Fashion-MNIST.
+"""How large may a batch be? AdamW and SGD, their rate growing with the batch, against LAMB and LARS, on Fashion-MNIST.
 
 Run: python benchmarks/large_batch.py [OUTPUT] [--epochs E] [--seeds N]; needs dataset-fashion-mnist, or --data FOLDER.
 Every cell is a training by the project's own trainer on one rank with as many epochs as all others: a batch that is 4
@@ -226,7 +226,9 @@ def report(
     for optimizer, tried in tuned.items():
         told = ", ".join(f"{rate:g}: {tried[rate].accuracy:.4f}" for rate in sorted(tried))
         print(f"  {optimizer:>6} {told}; taken: {best_rate(tried):g}")
-    print(f"accuracy on the test images after {epochs:g} epochs, mean of seeds {list(seeds)} (least to most):")
+    print(
+        f"accuracy on the test images after {epochs:g} epochs, mean of seeds {list(seeds)} (least to most):"
+    )
     means: dict[str, dict[int, float]] = {}
     for arm in ARMS:
         means[arm] = {}

@@ -43,7 +43,7 @@ class ViT(Stack):
         super().__init__(spec, recompute=recompute)
         self.vit = _Body(spec)
         self.classifier = nn.Linear(spec.hidden, spec.classes)
-        self.num_right: Tensor | None = None
+        self.num_right = torch.zeros((), dtype=torch.int64)
         if seed is not None:
             self.init_weights(seed)
 

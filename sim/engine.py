@@ -23,7 +23,7 @@ from ..policies.comm import (
     describe_event,
 )
 from ..policies.mesh import HPZ, LOCAL, NODE, WORLD, Mesh
-from ..policies.partition import shard_segments
+from ..policies.partition import fsdp2_order, shard_segments
 from ..policies.plan import Plan
 from .costs import EMBED, HEAD
 from .interpreter import Goal, Interpreted, Transfer, Work, interpret
@@ -292,7 +292,10 @@ class Engine:
         """Elements of each tensor in one slice of the unit."""
         known = self._segments.get(id(unit.tensors))
         if known is None:
-            shapes = [tensor.shape for tensor in unit.tensors]
-            parts = self._mesh.num_ranks if self._sharded else 1
+            tensors, parts = unit.tensors, 1
+            if self._sharded:
+                parts = self._mesh.num_ranks
+                tensors = tuple(tensors[at] for at in fsdp2_order([tensor.name for tensor in tensors]))
+            shapes = [tensor.shape for tensor in tensors]
             known = self._segments[id(unit.tensors)] = shard_segments(shapes, parts)
         return known
