@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from .data_check import check_data_fits, resolve_epochs
 from .deepspeed import read_deepspeed_config
 from .hf import read_hf_config
 from .hints import hint
@@ -30,7 +31,7 @@ CONFIG_NAME = "config"
 SCHEMA_NAME = "experiment_schema"
 
 # What a training of ours can run; the simulator takes any family that is counted.
-RUNTIME_FAMILIES = ("gpt",)
+RUNTIME_FAMILIES = ("gpt", "vit")
 
 # Keys of `model` that change a model which a file describes
 _BESIDE_A_FILE = ("layers", "vocab", "sequence")
@@ -90,6 +91,8 @@ def from_hydra(config: DictConfig) -> Composed:
     experiment = _typed(config)
     spec = model_spec(experiment)
     _resolve_batch(experiment, spec)
+    check_data_fits(experiment, spec)
+    resolve_epochs(experiment, num_replicas=_replicas(experiment))
     _check(experiment, spec, warnings)
     _absolute(experiment)
     return Composed(experiment, spec, to_dict(experiment), tuple(warnings))
@@ -222,6 +225,10 @@ def _resolve_batch(experiment: ExperimentConf, spec: ModelSpec) -> None:
             f"batch.sequence={batch.sequence} must be <= model.sequence={spec.sequence}, the positions that "
             "the model has"
         )
+    if spec.family == "vit" and batch.sequence != spec.sequence:
+        raise ValueError(
+            f"batch.sequence={batch.sequence} must be the patches + 1 of model={spec.name}: {spec.sequence}, or null"
+        )
     if batch.global_sequences is not None:
         a_micro_batch = batch.micro * ranks
         if batch.global_sequences % a_micro_batch:
@@ -279,7 +286,7 @@ def _check(experiment: ExperimentConf, spec: ModelSpec, warnings: list[str]) -> 
             f"steps={experiment.steps} is not more than warmup_steps={experiment.warmup_steps}: "
             "iteration_s has no figures"
         )
-    if experiment.data.path is not None and experiment.data.name != "text":
+    if experiment.data.path is not None and experiment.data.name == "synthetic":
         raise ValueError(f"data.path={experiment.data.path!r} has no effect with data={experiment.data.name}")
     warnings += without_effect(experiment)
     warnings += check_offload(experiment)
@@ -309,11 +316,11 @@ def _absolute(experiment: ExperimentConf) -> None:
 
 def _check_runtime(experiment: ExperimentConf, spec: ModelSpec) -> None:
     target = experiment.target.value
-    if spec.family not in RUNTIME_FAMILIES:
+    if spec.family not in RUNTIME_FAMILIES or (spec.family == "vit" and not spec.classifies):
         raise ValueError(
             f"model={spec.name} of family {spec.family} cannot be trained here (target={target}): the "
-            f"runtime has families {list(RUNTIME_FAMILIES)}; use target=sim, or attach(model, comm) in your "
-            "own loop"
+            f"runtime has families {list(RUNTIME_FAMILIES)}, vit with a classifier; use target=sim, or attach(model, "
+            "comm) in your own loop"
         )
     if experiment.recompute not in (Recompute.none, Recompute.full):
         raise ValueError(
@@ -333,9 +340,17 @@ def _check_runtime(experiment: ExperimentConf, spec: ModelSpec) -> None:
         )
     if experiment.kernels.reduce_fp32:
         raise ValueError(f"kernels.reduce_fp32=True is only simulated: leave it false with target={target}")
+    if experiment.data.name == "text" and spec.family == "vit":
+        raise ValueError(
+            f"data=text with model={spec.name} of family vit: it takes pictures; use data=fashion_mnist or synthetic"
+        )
     if experiment.data.name == "text" and spec.vocab < 256:
         raise ValueError(f"model.vocab={spec.vocab} must be >= 256 with data=text, whose tokens are bytes")
-    if experiment.data.path is not None and not Path(experiment.data.path).is_file():
+    if (
+        experiment.data.name == "text"
+        and experiment.data.path is not None
+        and not Path(experiment.data.path).is_file()
+    ):
         raise ValueError(f"data.path={experiment.data.path!r}: no such file; give a text file, or null")
     if experiment.train.resume_from is not None and not Path(experiment.train.resume_from).is_dir():
         raise ValueError(f"train.resume_from={experiment.train.resume_from!r}: no such checkpoint folder")

@@ -145,6 +145,11 @@ class ModelSpec:
         return self.hidden if self.embedding_size is None else self.embedding_size
 
     @property
+    def classifies(self) -> bool:
+        """Does it tell the class of a picture, so that a validation counts how often it is right?"""
+        return self.head == "classifier"
+
+    @property
     def is_moe(self) -> bool:
         return self.experts > 0
 

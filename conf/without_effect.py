@@ -92,6 +92,13 @@ def without_effect(experiment: ExperimentConf) -> list[str]:
             "train.lr_schedule",
         ),
         ("train.eval_batches", train.eval_batches, 4, train.eval_every > 0, "train.eval_every"),
+        (
+            "data.validation_fraction",
+            experiment.data.validation_fraction,
+            0.1,
+            experiment.data.name == "text",
+            "data=text",
+        ),
         *(
             (
                 f"deepspeed.{key.name}",

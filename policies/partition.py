@@ -18,6 +18,25 @@ def shard_segments(shapes: Sequence[Shape], parts: int) -> tuple[int, ...]:
     return tuple(shard_numel(shape, parts) for shape in shapes)
 
 
+def fsdp2_order(names: Sequence[str]) -> tuple[int, ...]:
+    """Where in `names` (dotted, as torch registers them) the tensors of a unit are, in the order in which FSDP2 lays
+    their shards side by side: it goes through modules depth first, and comes to a module's own after its children's.
+    """
+    own: list[int] = []
+    below: dict[str, list[int]] = {}
+    for at, name in enumerate(names):
+        child, dot, _ = name.partition(".")
+        if dot:
+            below.setdefault(child, []).append(at)
+        else:
+            own.append(at)
+    ordered = []
+    for child, places in below.items():
+        inner = fsdp2_order([names[at][len(child) + 1 :] for at in places])
+        ordered += [places[at] for at in inner]
+    return (*ordered, *own)
+
+
 def copy_slice(numel: int, parts: int, index: int) -> tuple[int, int]:
     """[start, end) of secondary shard `index` when a gathered tensor of `numel` elements is cut in `parts`.
 

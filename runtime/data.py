@@ -1,6 +1,6 @@
 """Tokens to train on: bytes of English text, or random ones, in an order that does not depend on the ranks.
 
-Imports no torch, so that a bad text file is an error before any process starts.
+Pictures are in `images`. Imports no torch, so that a bad text file is an error before any process starts.
 """
 
 import pydoc_data.topics
@@ -10,7 +10,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ..conf.model_spec import ModelSpec
 from ..conf.schema import DataConf, ExperimentConf
+from .images import ImageBatches, read_sets
 
 Tokens = npt.NDArray[np.int64]
 
@@ -64,6 +66,10 @@ class Batches:
         rows = np.stack([self._random_row(_VALIDATION, first + i) for i in range(self._micro)])
         return rows[:, :-1], rows[:, 1:]
 
+    def num_counted(self, batches: int) -> int:
+        """Sequences of a validation of so many batches, on all ranks together."""
+        return batches * self._num_ranks * self._micro
+
     def _random_row(self, stream: int, number: int) -> Tokens:
         random = np.random.default_rng((self._seed, stream, number))
         if self._texts is None:
@@ -75,16 +81,49 @@ class Batches:
         return text[start : start + self._sequence + 1].astype(np.int64)
 
 
-def check_data(experiment: ExperimentConf, *, vocab: int, sequence: int) -> None:
-    """Read the text once, so that what is wrong with it is said before any process starts.
+def build_batches(
+    experiment: ExperimentConf, spec: ModelSpec, *, rank: int, num_ranks: int
+) -> Batches | ImageBatches:
+    """What one rank trains the model on.
 
     Raises:
-        ValueError: As `Batches`; or a validation is asked for and the text kept for it is too short.
+        ValueError: As `Batches` and `ImageBatches`.
     """
-    conf = experiment.data
+    batch, seed = experiment.batch, experiment.seed
+    if spec.family == "vit":
+        return ImageBatches(
+            experiment.data,
+            spec=spec,
+            micro=batch.micro,
+            accumulation=batch.accumulation,
+            seed=seed,
+            rank=rank,
+            num_ranks=num_ranks,
+        )
+    return Batches(
+        experiment.data,
+        vocab=spec.vocab,
+        sequence=batch.sequence or spec.sequence,
+        micro=batch.micro,
+        accumulation=batch.accumulation,
+        seed=seed,
+        rank=rank,
+        num_ranks=num_ranks,
+    )
+
+
+def check_data(experiment: ExperimentConf, *, spec: ModelSpec) -> None:
+    """Read the data once, so that what is wrong with it is said before any process starts.
+
+    Raises:
+        ValueError: As `build_batches`; or a validation is asked for and the text kept for it is too short.
+    """
+    conf, sequence = experiment.data, experiment.batch.sequence or spec.sequence
+    if conf.name == "fashion_mnist":
+        read_sets(conf, num_classes=spec.classes)
     if conf.name != "text":
         return
-    _, validation = _split_text(conf, vocab=vocab, sequence=sequence)
+    _, validation = _split_text(conf, vocab=spec.vocab, sequence=sequence)
     if experiment.train.eval_every and len(validation) <= sequence:
         raise ValueError(
             f"data.validation_fraction={conf.validation_fraction:g} keeps {len(validation)} bytes for "

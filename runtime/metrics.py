@@ -21,6 +21,7 @@ class StepMetrics:
     step: int
     loss: float
     validation_loss: float | None = None
+    validation_accuracy: float | None = None  # share of the pictures whose class was told right
     learning_rate: float = 0.0
     gradient_norm: float | None = None
     loss_scale: float | None = None

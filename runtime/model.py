@@ -4,20 +4,17 @@ Shapes: B sequences, T tokens, D hidden, H heads, K key heads, E head size, V vo
 """
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-from ..conf.model_flop import block_matmuls, root_matmuls
 from ..conf.model_spec import ModelSpec
-from .laps import Clock, Pace, boundary
+from .stack import PacedBlock, Stack
 
 
-class GPT(nn.Module):
-    """Returns the loss, so that the head and the cross-entropy lie within the root unit.
+class GPT(Stack):
+    """Returns the loss.
 
     Embedding and position, blocks that normalize before attention and MLP, a last norm, a head. Weights are
     the same for one seed on every rank and under every layout.
@@ -25,46 +22,38 @@ class GPT(nn.Module):
     Args:
         spec: Of family "gpt".
         seed: Of the initial weights; None: they come from elsewhere, and are left as they are made.
-        recompute: Every block repeats its forward in backward. The checkpoint lies outside the block's
-            module, and so outside FSDP's hooks: gathers keep their number and order.
+        recompute: As `Stack`.
 
     Raises:
         ValueError: The spec is of another family.
     """
 
-    clock: Clock | None = None  # told when computation passes from unit to unit
-
     def __init__(self, spec: ModelSpec, *, seed: int | None, recompute: bool = False) -> None:
-        super().__init__()
         if spec.family != "gpt":
-            raise ValueError(f"model.family={spec.family!r}: the runtime trains family 'gpt' only")
-        self.spec, self.recompute = spec, recompute
+            raise ValueError(f"model.family={spec.family!r}: a GPT is of family 'gpt'")
+        super().__init__(spec, recompute=recompute)
         self.embedding = nn.Embedding(spec.vocab, spec.hidden)
         self.position = nn.Embedding(spec.sequence, spec.hidden)
         self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
         self.norm = nn.LayerNorm(spec.hidden)
         if not spec.tied_embeddings:
             self.head = nn.Linear(spec.hidden, spec.vocab, bias=False)
-        self._pace: Pace | None = None
         if seed is not None:
-            self._init_weights(seed)
+            self.init_weights(seed)
+
+    def stack(self) -> nn.ModuleList:
+        return self.blocks
+
+    def first_deviation(self, name: str, weight: Tensor) -> float:
+        """GPT-2's: 0.02, and of what is added to the residual 1 / sqrt(2 layers) of that."""
+        residual = name.endswith(("proj.weight", "fc2.weight"))
+        return 0.02 / math.sqrt(2 * self.spec.layers) if residual else 0.02
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Mean cross-entropy in nats per token, fp32."""
-        x_BTD = self.embed(tokens_BT)
-        border, last = "root", len(self.blocks) - 1
-        for i, block in enumerate(self.blocks):
-            x_BTD = boundary(x_BTD, self.clock, forward=f"forward/{border}", backward=f"backward/block.{i}")
-            if self.recompute and torch.is_grad_enabled():
-                x_BTD = checkpoint(block, x_BTD, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x_BTD = block(x_BTD)
-            border = f"block.{i}"
-        x_BTD = boundary(x_BTD, self.clock, forward=f"forward/block.{last}", backward="backward/root")
-        if self._pace is not None:
-            x_BTD = self._pace.enter(x_BTD)
+        x_BTD = self.through_blocks(self.embed(tokens_BT))
         loss = functional.cross_entropy(self.logits(x_BTD).float().flatten(0, 1), targets_BT.flatten())
-        return loss if self._pace is None else self._pace.leave(loss)
+        return self.head_ends(loss)
 
     def embed(self, tokens_BT: Tensor, first: int = 0) -> Tensor:
         """What goes into the first block; the tokens stand at positions `first` and on."""
@@ -76,33 +65,6 @@ class GPT(nn.Module):
         """[B, T, V] from what the last block gave."""
         head_VD = self.embedding.weight if self.spec.tied_embeddings else self.head.weight
         return functional.linear(self.norm(x_BTD), head_VD)
-
-    def units(self) -> Mapping[str, nn.Module]:
-        """The modules whose weights move together, as `conf.model_spec.parameters` names them."""
-        return {"root": self} | {f"block.{i}": block for i, block in enumerate(self.blocks)}
-
-    def emulate(self, flop_per_s: float, *, sequence: int, micro: int) -> None:
-        """Make every unit take the time that its matmuls take at this rate (backward: twice that)."""
-        block = sum(product.flop for product in block_matmuls(self.spec, sequence=sequence, micro=micro))
-        root = sum(product.flop for product in root_matmuls(self.spec, sequence=sequence, micro=micro))
-        self._pace = Pace(round(root / flop_per_s * 1e9), recompute=False)
-        for each in self.blocks:
-            assert isinstance(each, Block)
-            each.pace = Pace(round(block / flop_per_s * 1e9), recompute=self.recompute)
-
-    @torch.no_grad()
-    def _init_weights(self, seed: int) -> None:
-        """GPT-2's: normal with deviation 0.02; what is added to the residual 1 / sqrt(2 layers) of that."""
-        random = torch.Generator().manual_seed(seed)
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif parameter.ndim == 1:
-                parameter.fill_(1.0)
-            else:
-                residual = name.endswith(("proj.weight", "fc2.weight"))
-                deviation = 0.02 / math.sqrt(2 * self.spec.layers) if residual else 0.02
-                parameter.normal_(0.0, deviation, generator=random)
 
 
 class Past:
@@ -127,7 +89,7 @@ class Past:
         return self._keys_BKTE[:, :, :end], self._values_BKTE[:, :, :end]
 
 
-class Block(nn.Module):
+class Block(PacedBlock):
     """x + attention(norm1(x)), then x + mlp(norm2(x))."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -140,7 +102,6 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(hidden)
         self.fc1 = nn.Linear(hidden, spec.ffn)
         self.fc2 = nn.Linear(spec.ffn, hidden)
-        self.pace: Pace | None = None
 
     def forward(self, x_BTD: Tensor, past: Past | None = None) -> Tensor:
         """[B, T, D] to the same; with `past`, T tokens after those that it has seen."""

@@ -135,6 +135,7 @@ def _record(
         "validation_loss": [
             [step.step, step.validation_loss] for step in metrics if step.validation_loss is not None
         ],
+        **_accuracy(metrics),
         "first_step": metrics[0].step,
         "skipped_steps": max(report.skipped_steps for report in reports),
         "checkpoints": reports[0].checkpoints,
@@ -169,6 +170,12 @@ def _record(
     _add_rates(result, experiment, spec, context.num_ranks)
     spans = _on_one_clock(reports)
     return Record(result, ledger=rows, decisions=list(reports[0].decisions), spans=spans)
+
+
+def _accuracy(metrics: Sequence[StepMetrics]) -> dict[str, Any]:
+    """(step, share told right) of each validation of a classifier."""
+    told = [[step.step, step.validation_accuracy] for step in metrics if step.validation_accuracy is not None]
+    return {"validation_accuracy": told} if told else {}
 
 
 def _outside(reports: Sequence[RankReport]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def check_run(experiment: ExperimentConf) -> None:
             "use precision=bf16"
         )
     _check_offload(experiment)
-    check_data(experiment, vocab=spec.vocab, sequence=experiment.batch.sequence or spec.sequence)
+    check_data(experiment, spec=spec)
     check_resume(experiment)
 
 

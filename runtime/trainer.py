@@ -25,9 +25,10 @@ from .checkpoint import (
     save_checkpoint,
 )
 from .collectives import backend_of, build_collectives
-from .data import Batches, Tokens
+from .data import Tokens, build_batches
 from .dispatch import activate
 from .failure import ElsewhereError
+from .images import Images
 from .interfaces import InterfaceBytes, read_interface
 from .interpreter import Interpreter
 from .laps import Laps
@@ -36,7 +37,6 @@ from .ledger import LIBRARY_STREAM, Ledger
 from .loss_scale import LossScale, build_loss_scale
 from .memory import PeakMemory, local_bytes, optimizer_bytes
 from .metrics import MetricsWriter, StepMetrics
-from .model import GPT
 from .offload.disk import FOLDER as OFFLOAD_FOLDER
 from .offload.disk import DiskOffload
 from .offload.host import host_memory
@@ -44,6 +44,8 @@ from .optim.build import build_optimizer
 from .optim.trust import TrustRatioOptimizer
 from .outcome import RankReport, clock_name, decision_digest, write_outcome
 from .sharded_engine import ShardedEngine
+from .stack import build_model
+from .vit import ViT
 from .worker import WorkerContext
 from .wrap import CommEngine, wrap_model
 
@@ -92,19 +94,10 @@ class Trainer:
         self.spec: ModelSpec = model_spec(experiment)
         batch = experiment.batch
         self.sequence = batch.sequence or self.spec.sequence
-        self.batches = Batches(
-            experiment.data,
-            vocab=self.spec.vocab,
-            sequence=self.sequence,
-            micro=batch.micro,
-            accumulation=batch.accumulation,
-            seed=experiment.seed,
-            rank=context.rank,
-            num_ranks=context.num_ranks,
-        )
-        model = GPT(self.spec, seed=experiment.seed, recompute=experiment.recompute is Recompute.full).to(
-            context.device
-        )
+        self.batches = build_batches(experiment, self.spec, rank=context.rank, num_ranks=context.num_ranks)
+        recompute = experiment.recompute is Recompute.full
+        model = build_model(self.spec, seed=experiment.seed, recompute=recompute).to(context.device)
+        self._classifier = model if isinstance(model, ViT) else None
         rate = experiment.cluster.emulated_flops_per_s
         if rate is not None:
             model.emulate(rate, sequence=self.sequence, micro=batch.micro)
@@ -165,7 +158,7 @@ class Trainer:
                 context.beat(step)
                 metrics = self.step(step)
                 if train.eval_every and (step + 1) % train.eval_every == 0:
-                    metrics.validation_loss = self.validate(step)
+                    metrics.validation_loss, metrics.validation_accuracy = self.validate(step)
                 self.ledger.at(iteration=step, phase="setup", layer="")
                 if train.save_every and (step + 1) % train.save_every == 0:
                     self._save(folder, step + 1)
@@ -192,11 +185,11 @@ class Trainer:
             self.ledger.at(iteration=step)
             self.offload.begins("train")
         for micro_batch in range(accumulation):
-            tokens, targets = self._on_device(self.batches.train(step, micro_batch))
+            inputs, targets = self._on_device(self.batches.train(step, micro_batch))
             self.ledger.at(iteration=step, phase="forward", layer="")
             self.engine.begin_micro_batch(micro_batch, accumulation)
             self.laps.lap("step")
-            loss = self.engine.model(tokens, targets)
+            loss = self.engine.model(inputs, targets)
             self.laps.lap("forward/root")
             self.ledger.at(iteration=step, phase="backward", layer="")
             if self.offload is not None and micro_batch == accumulation - 1:
@@ -230,21 +223,28 @@ class Trainer:
         return metrics
 
     @torch.no_grad()
-    def validate(self, step: int) -> float:
-        """Mean loss over the validation batches of all ranks."""
+    def validate(self, step: int) -> tuple[float, float | None]:
+        """Over the validation batches of all ranks: the mean loss, and of a classifier the share told right."""
         self.ledger.at(iteration=step, phase="eval", layer="")
         if self.offload is not None:
             self.offload.begins("eval")
-        total = torch.zeros((), device=self.context.device)
-        for batch in range(self.experiment.train.eval_batches):
-            tokens, targets = self._on_device(self.batches.validation(batch))
-            total += self.engine.model(tokens, targets)
-        total /= self.experiment.train.eval_batches * self.context.num_ranks
+        batches = self.experiment.train.eval_batches
+        total = torch.zeros(2 if self._classifier is not None else 1, device=self.context.device)
+        for batch in range(batches):
+            inputs, targets = self._on_device(self.batches.validation(batch))
+            total[0] += self.engine.model(inputs, targets)
+            if self._classifier is not None:
+                total[1] += self._classifier.num_right
+        total[0] /= batches * self.context.num_ranks
         self.ledger.at(iteration=step, phase="eval", layer="")
         if self.context.num_ranks > 1:
             with self.ledger.span(LIBRARY_STREAM, "all_reduce of the loss"):
                 dist.all_reduce(total)
-        return float(total)
+        if self._classifier is None:
+            return float(total), None
+        counted = self.batches.num_counted(batches)  # what only fills up the last batches adds no loss
+        given = batches * self.context.num_ranks * self.experiment.batch.micro
+        return float(total[0]) * given / counted, float(total[1]) / counted
 
     def close(self) -> None:
         """Let go of threads and hooks."""
@@ -356,9 +356,11 @@ class Trainer:
     def _notes(self) -> dict[str, Any]:
         return {"loss_scale": self.loss_scale.state() if self.loss_scale is not None else None}
 
-    def _on_device(self, batch: tuple[Tokens, Tokens]) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, targets = (torch.from_numpy(part.copy()).to(self.context.device) for part in batch)
-        return tokens, targets
+    def _on_device(
+        self, batch: tuple[Tokens, Tokens] | tuple[Images, Tokens]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = (torch.from_numpy(part.copy()).to(self.context.device) for part in batch)
+        return inputs, targets
 
     def _report(self, before: InterfaceBytes | None, peak_bytes: int) -> RankReport:
         after = read_interface()

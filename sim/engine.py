@@ -23,7 +23,7 @@ from ..policies.comm import (
     describe_event,
 )
 from ..policies.mesh import HPZ, LOCAL, NODE, WORLD, Mesh
-from ..policies.partition import shard_segments
+from ..policies.partition import fsdp2_order, shard_segments
 from ..policies.plan import Plan
 from .costs import EMBED, HEAD
 from .interpreter import Goal, Interpreted, Transfer, Work, interpret
@@ -85,6 +85,7 @@ class Engine:
         units: Of the model, root first.
         clip: Whether the norm of all gradients is reduced before the step.
         num_norms: Numbers that the optimizer sums over the ranks, fp32; 0: none.
+        num_figures: That a validation sums over the ranks, fp32: the loss, and how often a classifier is right.
         gradient_bytes: Of an element on the wire when sharded gradients are summed; None: as the weights.
         offload: Carries out what an offload policy decides; None: all states stay near.
     """
@@ -100,6 +101,7 @@ class Engine:
         eval_batches: int,
         clip: bool,
         num_norms: int = 0,
+        num_figures: int = 1,
         gradient_bytes: int | None = None,
         offload: Offload | None = None,
     ) -> None:
@@ -113,6 +115,7 @@ class Engine:
         self._eval_batches = eval_batches
         self._clip = clip
         self._num_norms = num_norms
+        self._num_figures = num_figures
         self._offload = offload
         self._gradient_bytes = gradient_bytes or precision.element_bytes
         self._sharded = self._policy.placement is Placement.sharded
@@ -151,14 +154,14 @@ class Engine:
         return rules.writer.program
 
     def validation(self, rules: Blocking, weights: Weights) -> Program:
-        """Forward passes without gradients, and the mean of their loss."""
+        """Forward passes without gradients, and the mean of their figures."""
         if self._offload is not None:
             self._offload.begin("eval")
         for _ in range(self._eval_batches):
             self._forward(rules, weights, "eval")
         weights.gathered.clear()  # resharded, or the next step would compute with stale weights
         rules.drain()
-        self._all_reduce(rules, "eval", 1)
+        self._all_reduce(rules, "eval", self._num_figures)
         return rules.writer.program
 
     def _forward(self, rules: Blocking, weights: Weights, phase: str) -> None:
@@ -289,7 +292,10 @@ class Engine:
         """Elements of each tensor in one slice of the unit."""
         known = self._segments.get(id(unit.tensors))
         if known is None:
-            shapes = [tensor.shape for tensor in unit.tensors]
-            parts = self._mesh.num_ranks if self._sharded else 1
+            tensors, parts = unit.tensors, 1
+            if self._sharded:
+                parts = self._mesh.num_ranks
+                tensors = tuple(tensors[at] for at in fsdp2_order([tensor.name for tensor in tensors]))
+            shapes = [tensor.shape for tensor in tensors]
             known = self._segments[id(unit.tensors)] = shard_segments(shapes, parts)
         return known

@@ -77,6 +77,7 @@ class Fsdp2:
             eval_batches=train.eval_batches,
             clip=clip,
             num_norms=num_norms(experiment.optimizer, units) if self._sharded else 0,
+            num_figures=2 if setup.spec.classifies else 1,
             gradient_bytes=Precision.fp32.element_bytes if experiment.kernels.reduce_fp32 else None,
             offload=self.offload,
         )

@@ -24,20 +24,35 @@ class BatchConf:
             require(value is None or value >= 1, f"batch.{key}", value, ">= 1 or null")
 
 
+DATA = ("text", "synthetic", "fashion_mnist")
+
+
 @dataclass(kw_only=True)
 class DataConf:
-    name: str = MISSING  # text or synthetic
-    path: str | None = None  # text: a file of your own; null: the standard library's documentation
+    name: str = MISSING  # text, synthetic or fashion_mnist
+    # text: a file of your own; null: the standard library's documentation. fashion_mnist: a folder with the four IDX
+    # files, plain or .gz; null: where Debian's dataset-fashion-mnist puts them
+    path: str | None = None
     validation_fraction: float = 0.1
+    num_train: int | None = None  # fashion_mnist: images to train on, the first of the file
+    num_test: int | None = None  # fashion_mnist: images of every validation, the first of the file
 
     def __post_init__(self) -> None:
-        require(self.name in ("text", "synthetic"), "data.name", self.name, "one of ['text', 'synthetic']")
+        require(self.name in DATA, "data.name", self.name, f"one of {list(DATA)}")
         require(
             0 <= self.validation_fraction < 1,
             "data.validation_fraction",
             self.validation_fraction,
             "in [0, 1)",
         )
+        for key in ("num_train", "num_test"):
+            value = getattr(self, key)
+            if self.name == "fashion_mnist":
+                require(
+                    value is not None and value >= 1, f"data.{key}", value, ">= 1 with data=fashion_mnist"
+                )
+            else:
+                require(value is None, f"data.{key}", value, f"null with data={self.name}, which has no end")
 
 
 OPTIMIZERS = ("adamw", "sgd", "lamb", "lars")
@@ -100,12 +115,15 @@ class OptimizerConf:
 @dataclass(kw_only=True)
 class TrainConf:
     gradient_clipping: float = 1.0  # global L2 norm; 0: off
+    epochs: float | None = None  # passes over the data (fashion_mnist); given: steps follow, rounded up
     warmup_lr_steps: int = 0
     lr_schedule: str = "constant"  # constant, linear or cosine, down to lr_min_fraction at `steps`
     lr_min_fraction: float = 0.1
     loss_scale: float = 0.0  # fp16: 0 is dynamic
     eval_every: int = 0  # steps between validations; 0: none
-    eval_batches: int = 4
+    eval_batches: int = (
+        4  # batches of one validation, each rank; fashion_mnist: as many as hold data.num_test images
+    )
     save_every: int = 0  # steps between checkpoints; 0: none
     resume_from: str | None = None  # a checkpoint folder
     tensorboard: bool | None = None  # write TensorBoard's files beside metrics.csv; null: if it is installed
@@ -132,7 +150,9 @@ class TrainConf:
         require(0 <= lowest <= 1, "train.lr_min_fraction", lowest, "in [0, 1], a share of optimizer.lr")
         few = 1 <= self.eval_batches <= MAX_MICRO_BATCHES
         require(few, "train.eval_batches", self.eval_batches, f"in [1, {MAX_MICRO_BATCHES}]")
-        require(self.tokens is None or self.tokens > 0, "train.tokens", self.tokens, "> 0 or null")
+        for key in ("tokens", "epochs"):
+            value = getattr(self, key)
+            require(value is None or value > 0, f"train.{key}", value, "> 0 or null")
         require(
             MIN_TIMEOUT_S <= self.timeout_s <= MAX_TIMEOUT_S,
             "train.timeout_s",

@@ -64,20 +64,21 @@ def test_synthetic_tokens_fill_the_vocabulary():
 def test_a_bad_text_file_is_refused(tmp_path, content, message):
     path = tmp_path / "text"
     path.write_bytes(content or b"")
-    experiment = compose(["target=runtime", f"data.path={path}"]).experiment
+    composed = compose(["target=runtime", f"data.path={path}"])
     if content is None:
         path.unlink()
     with pytest.raises(ValueError, match=message) as caught:
-        check_data(experiment, vocab=256, sequence=128)
+        check_data(composed.experiment, spec=composed.spec)
     assert "data.path" in str(caught.value)
 
 
 def test_too_little_for_a_validation_is_refused():
     overrides = ["target=runtime", "train.eval_every=1"]
-    check_data(compose(overrides).experiment, vocab=256, sequence=128)
+    composed = compose(overrides)
+    check_data(composed.experiment, spec=composed.spec)
     experiment = compose([*overrides, "data.validation_fraction=0.0001"]).experiment
     with pytest.raises(ValueError, match=r"data.validation_fraction=0.0001 keeps 4\d bytes"):
-        check_data(experiment, vocab=256, sequence=128)
+        check_data(experiment, spec=composed.spec)
 
 
 def test_bytes_need_a_vocabulary_of_256():

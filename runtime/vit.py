@@ -1,0 +1,155 @@
+"""A vision transformer in plain torch, with the parameters that `conf.model_spec` counts for family "vit".
+
+They have the names and shapes of transformers' ViTForImageClassification. Before each sublayer and after the last
+block there is a norm; the class token tells the class (Dosovitskiy et al. 2021). Nothing is dropped out.
+
+Shapes: B images, C channels, P patches, T = P + 1 tokens, D hidden, H heads, E head size, K classes.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..conf.model_spec import ModelSpec
+from .images import NO_CLASS
+from .stack import PacedBlock, Stack
+
+
+class ViT(Stack):
+    """Returns the loss.
+
+    Weights are the same for one seed on every rank and under every layout.
+
+    Args:
+        spec: Of family "vit" with a classifier.
+        seed: Of the initial weights; None: they come from elsewhere, and are left as they are made.
+        recompute: As `Stack`.
+
+    Attributes:
+        num_right: Images of the last forward without gradients whose likeliest class was theirs; one number.
+
+    Raises:
+        ValueError: The spec is of another family, or has no classifier.
+    """
+
+    def __init__(self, spec: ModelSpec, *, seed: int | None, recompute: bool = False) -> None:
+        if spec.family != "vit" or spec.head != "classifier":
+            raise ValueError(
+                f"model.family={spec.family!r} with model.head={spec.head!r}: a ViT is of family 'vit' with head "
+                "'classifier'"
+            )
+        super().__init__(spec, recompute=recompute)
+        self.vit = _Body(spec)
+        self.classifier = nn.Linear(spec.hidden, spec.classes)
+        self.num_right = torch.zeros((), dtype=torch.int64)
+        if seed is not None:
+            self.init_weights(seed)
+
+    def stack(self) -> nn.ModuleList:
+        return self.vit.layers
+
+    def first_deviation(self, name: str, weight: Tensor) -> float:
+        """Glorot's for what is between tokens, and by the pixels of a patch for its matrix, as in the paper's own code
+        (google-research/vision_transformer); 0.02 for positions, class token and classifier."""
+        if name.endswith("projection.weight"):
+            return 1 / math.sqrt(weight[0].numel())
+        if weight.ndim != 2 or name.startswith("classifier"):
+            return 0.02
+        return math.sqrt(2 / sum(weight.shape))
+
+    def forward(self, images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
+        """Cross-entropy in nats, fp32: summed over the images that have a class, and divided by B."""
+        images_BCHW = images_BCHW.to(self.classifier.weight.dtype)
+        x_BTD = self.through_blocks(self.vit.embeddings(images_BCHW))
+        logits_BK = self.classifier(self.vit.layernorm(x_BTD)[:, 0]).float()
+        if not torch.is_grad_enabled():
+            self.num_right = (logits_BK.argmax(-1) == labels_B).sum()
+        total = functional.cross_entropy(logits_BK, labels_B, ignore_index=NO_CLASS, reduction="sum")
+        return self.head_ends(total / len(labels_B))
+
+
+class _Body(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.embeddings = _Embeddings(spec)
+        self.layers = nn.ModuleList(Block(spec) for _ in range(spec.layers))
+        self.layernorm = nn.LayerNorm(spec.hidden)
+
+
+class _Embeddings(nn.Module):
+    """Patches, each by one matrix; the class token before them; positions added."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, spec.hidden))
+        self.position_embeddings = nn.Parameter(torch.zeros(1, spec.sequence, spec.hidden))
+        self.patch_embeddings = _Patches(spec)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        patches_BPD = self.patch_embeddings(images_BCHW)
+        token_B1D = self.cls_token.expand(len(patches_BPD), -1, -1)
+        tokens_BTD: Tensor = torch.cat([token_B1D, patches_BPD], dim=1) + self.position_embeddings
+        return tokens_BTD
+
+
+class _Patches(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.projection = nn.Conv2d(spec.channels, spec.hidden, spec.patch, stride=spec.patch)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """[B, P, D]; rows and columns beyond the last whole patch are not seen."""
+        patches_BPD: Tensor = self.projection(images_BCHW).flatten(2).transpose(1, 2)
+        return patches_BPD
+
+
+class Block(PacedBlock):
+    """x + attention(layernorm_before(x)), then x + mlp(layernorm_after(x))."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.attention = _Attention(spec)
+        self.layernorm_before = nn.LayerNorm(spec.hidden)
+        self.layernorm_after = nn.LayerNorm(spec.hidden)
+        self.mlp = _Mlp(spec)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        if self.pace is not None:
+            x_BTD = self.pace.enter(x_BTD)
+        x_BTD = x_BTD + self.attention(self.layernorm_before(x_BTD))
+        x_BTD = x_BTD + self.mlp(self.layernorm_after(x_BTD))
+        return x_BTD if self.pace is None else self.pace.leave(x_BTD)
+
+
+class _Attention(nn.Module):
+    """Every token sees all of its image."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self._heads = spec.heads
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(spec.hidden, spec.hidden, bias=spec.qkv_bias) for _ in range(3)
+        )
+        self.o_proj = nn.Linear(spec.hidden, spec.hidden)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        q_BHTE, k_BHTE, v_BHTE = (
+            project(x_BTD).unflatten(-1, (self._heads, -1)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed_BHTE = functional.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE)
+        mixed_BTD: Tensor = self.o_proj(mixed_BHTE.transpose(1, 2).flatten(2))
+        return mixed_BTD
+
+
+class _Mlp(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(spec.hidden, spec.ffn)
+        self.fc2 = nn.Linear(spec.ffn, spec.hidden)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        widened: Tensor = self.fc2(functional.gelu(self.fc1(x_BTD)))
+        return widened
