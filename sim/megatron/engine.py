@@ -104,8 +104,10 @@ class Megatron:
 
 
 def _equal_ranks(experiment: ExperimentConf) -> bool:
-    """Whether all ranks of a tensor group come to its collectives together."""
-    return not getattr(experiment.cluster, "slowdown", None)
+    """Whether all ranks of a tensor group come to its collectives together, over links that stay as they are."""
+    cluster = experiment.cluster
+    differ = any(part.intra_node or part.inter_node for part in cluster.parts)
+    return not (cluster.slowdown or cluster.link_slowdown or differ)
 
 
 def _check(experiment: ExperimentConf, setup: Setup) -> None:

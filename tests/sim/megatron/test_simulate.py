@@ -67,6 +67,19 @@ def test_rates_count_replicas() -> None:
     assert result["tflops_per_gpu"] * 1e12 == pytest.approx(per_token * result["tokens_per_s"] / 8, rel=0.01)
 
 
+@pytest.mark.parametrize("until", [0.5, 1.5])
+def test_a_link_that_is_slow_for_a_while_slows_its_passes_and_no_more(until: float) -> None:
+    """Eight ranks in one tensor group: a slow NVLink of one of them costs what the steps in that time take longer."""
+    keys = ["parallel.tensor=8", "batch.micro=4", "steps=3", "warmup_steps=0"]
+    plain_s = mean_s(small(*keys))
+    always = "cluster.link_slowdown=[{rank: 3, factor: 20}]"
+    slow_s = mean_s(small(*keys, always))
+    assert slow_s > 1.3 * plain_s
+    a_while = f"cluster.link_slowdown=[{{rank: 3, factor: 20, until_s: {until * slow_s}}}]"
+    share = until / 3 * slow_s + (3 - until) / 3 * plain_s
+    assert mean_s(small(*keys, a_while)) == pytest.approx(share, rel=0.02)
+
+
 def test_bubble_is_time_without_computation() -> None:
     """8 stages of one block: 7 / (m + 7) of the time, but for sends and the ends' own work."""
     keys = ["parallel.pipeline=8", "model.vocab=256", "batch.micro=16"]
