@@ -121,9 +121,8 @@ class TrainConf:
     lr_min_fraction: float = 0.1
     loss_scale: float = 0.0  # fp16: 0 is dynamic
     eval_every: int = 0  # steps between validations; 0: none
-    eval_batches: int = (
-        4  # batches of one validation, each rank; fashion_mnist: as many as hold data.num_test images
-    )
+    # batches of one validation, each rank; fashion_mnist: as many as hold data.num_test images
+    eval_batches: int = 4
     save_every: int = 0  # steps between checkpoints; 0: none
     resume_from: str | None = None  # a checkpoint folder
     tensorboard: bool | None = None  # write TensorBoard's files beside metrics.csv; null: if it is installed

@@ -31,7 +31,9 @@ def _generate(arguments: argparse.Namespace) -> None:
     }
     spec = ModelSpec(**values)
     if spec.family != "gpt":
-        raise ValueError(f"the checkpoint's model is of family {spec.family!r}: only a gpt goes on with a text")
+        raise ValueError(
+            f"the checkpoint's model is of family {spec.family!r}: only a gpt goes on with a text"
+        )
     if spec.vocab < 256:
         raise ValueError(f"the checkpoint's model has vocab={spec.vocab}: must be >= 256, for text is bytes")
     offload = OffloadConf(
