@@ -337,7 +337,9 @@ def _warnings_section(warnings: Sequence[str]) -> Section:
 def _configuration_section(result: Mapping[str, Any], note: str = "") -> Section:
     section = Section("configuration", "Configuration", "Configuration")
     commit = result.get("git_commit") or "unknown"
-    section.blocks.append(Block(text=f"{note} Seed {result.get('seed')}, commit {commit}.".strip()))
+    kernels = result.get("kernels") or {}
+    ready = f" {kernels['reason']}: {kernels['prepare_s']:.2f} s at the start." if kernels else ""
+    section.blocks.append(Block(text=f"{note} Seed {result.get('seed')}, commit {commit}.{ready}".strip()))
     experiment = result.get("experiment") or {}
     if experiment:
         code = yaml.safe_dump(json.loads(json.dumps(experiment, default=str)), sort_keys=False)

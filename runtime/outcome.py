@@ -156,6 +156,7 @@ def _record(
             + "; activations and buffers are not measured"
         ],
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        **_kernels(context),
     }
     slowest_ns = [round(t * 1e9) for t in times_s]
     phases = [
@@ -170,6 +171,14 @@ def _record(
     _add_rates(result, experiment, spec, context.num_ranks)
     spans = _on_one_clock(reports)
     return Record(result, ledger=rows, decisions=list(reports[0].decisions), spans=spans)
+
+
+def _kernels(context: WorkerContext) -> dict[str, Any]:
+    """What quantized, and how long rank 0 took at the start to build it or to find it built."""
+    ready = context.kernels
+    if ready is None:
+        return {}
+    return {"kernels": {"backend": ready.backend, "reason": ready.reason, "prepare_s": ready.seconds}}
 
 
 def _accuracy(metrics: Sequence[StepMetrics]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
+    from ..kernels import Prepared
     from ..policies.mesh import Mesh
     from .groups import Groups
 
@@ -49,6 +50,7 @@ class WorkerContext:
     git_commit: str
     timeout: timedelta  # of a collective
     placement: Placement | None = None  # None: block order
+    kernels: "Prepared | None" = None  # what quantizes, and what its first call cost
     case_index: int = 0
     _groups: "dict[Mesh, Groups]" = field(default_factory=dict)
 
@@ -113,9 +115,7 @@ def _run(folder: Path, rank: int, launch: LaunchFile, heartbeat: Heartbeat) -> N
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)  # ranks share the cores
-    prepare()
-    if nccl:
-        prepare_gpu(device)
+    prepared = prepare_gpu(device) if nccl else prepare()
     if rank == 0 and "TWINBED_LAUNCHER_PID" not in os.environ:  # what the launcher does elsewhere
         for index in range(len(launch.cases)):
             finished_marker(folder, index).unlink(missing_ok=True)
@@ -144,6 +144,7 @@ def _run(folder: Path, rank: int, launch: LaunchFile, heartbeat: Heartbeat) -> N
         heartbeat=heartbeat,
         git_commit=launch.git_commit,
         timeout=timeout,
+        kernels=prepared,
     )
     for index, case in enumerate(launch.cases):
         context.case_index = index

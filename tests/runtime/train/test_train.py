@@ -104,6 +104,9 @@ def test_a_run_writes_a_record(done):
     assert found["iteration_s"]["n"] == 4
     assert found["tokens_per_s"] == pytest.approx(2 * 16 / found["iteration_s"]["mean"])
     assert [step for step, _ in found["validation_loss"]] == [1, 3, 5]
+    assert found["kernels"]["backend"] in ("native", "reference")
+    assert found["kernels"]["reason"]
+    assert found["kernels"]["prepare_s"] > 0
     assert {row.rank for row in record.ledger} == {0, 1}
     assert {row.phase for row in record.ledger} == {"forward", "backward", "step", "eval"}
     assert {decision.rank for decision in record.decisions} == {0}
@@ -244,6 +247,7 @@ def test_a_gradient_that_is_not_finite_names_its_parameter(tmp_path):
     assert outcome.failed_rank == 1
     assert "rank 1 failed in step 2 of spoiled" in outcome.error
     assert "blocks.0.fc1.weight" in outcome.error
+    assert "first in block 3 of 256 elements" in outcome.error
     assert result(tmp_path, "after")["error"] == outcome.error
 
 
