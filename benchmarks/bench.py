@@ -15,11 +15,13 @@ import overhead
 import prediction
 import rivals
 import simulator_speed
+import trained_weights
 
 BENCHMARKS: dict[str, tuple[str, Callable[[], object]]] = {
     "codec": ("speed of the quantization kernels", codec_speed.main),
     "simulator": ("speed of the simulator", lambda: simulator_speed.main([])),
     "rivals": ("error of qgZ and its rivals against the number of ranks", rivals.main),
+    "weights": ("quantization in blocks on trained weights", lambda: trained_weights.main([])),
     "chunks": ("the two hops of qgZ in a pipeline, and fused kernels", lambda: chunks.main([])),
     "offload": ("offload to disk", offload.main),
     "overhead": ("cost of the policy path", overhead.main),
