@@ -1,8 +1,8 @@
 """Quantization in blocks against one scale for a whole tensor, on weights that were really trained.
 
-Run: python benchmarks/trained_weights.py [OUTPUT] [STEPS]. Trains the small GPT on the built-in text (about a minute), reads the
-weights back from its checkpoints, and quantizes each matrix both ways with the kernels that gathers use. The paper
-(ZeRO++, section 3.1) reports a third of the error for blocks, on weights that it does not name.
+Run: python benchmarks/trained_weights.py [OUTPUT] [STEPS]. Trains the small GPT on the built-in text (about a minute),
+reads the weights back from its checkpoints, and quantizes each matrix both ways with the kernels that gathers use. The
+paper (ZeRO++, section 3.1) reports a third of the error for blocks, on weights that it does not name.
 """
 
 import csv
