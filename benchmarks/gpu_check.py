@@ -4,14 +4,16 @@
     python benchmarks/gpu_check.py --rehearse the same code on CPU tensors of toy sizes: its figures mean nothing
 
 Kernels against the reference and against a device copy, a hierarchical quantized reduce-scatter on streams, FSDP2's
-hooks on the device, two processes that share the GPU, matmuls against the simulator's model, and copies to and from the
-host. It ends with what one GPU cannot show, and exits with 1 if a check failed.
+hooks on the device, two processes that share the GPU, matmuls against the simulator's model, copies to and from the
+host, and a training whose states lie in the host's memory. It ends with what one GPU cannot show, and exits with 1 if a
+check failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import signal
 import statistics
@@ -128,7 +130,7 @@ def main(argv: Sequence[str] = ()) -> int:
         ready = prepare_gpu(check.device)
         print(f"GPU kernels: {ready.backend}, {ready.reason} ({ready.seconds:.1f} s)")
         check.say("Triton serves the GPU", ready.backend == "triton")
-    for part in (_equality, _speed, _streams, _hooks, _shared, _matmuls, _host_copies):
+    for part in (_equality, _speed, _streams, _hooks, _shared, _matmuls, _host_copies, _offload):
         title = (part.__doc__ or "").splitlines()[0].rstrip(".")
         print(f"\n{title}", flush=True)
         try:
@@ -137,7 +139,8 @@ def main(argv: Sequence[str] = ()) -> int:
             check.say(f"{part.__name__.strip('_')}: {type(err).__name__}: {err}", False)
     print(
         "\nOne GPU cannot show: NCCL between GPUs and between nodes (rings, trees, NVLink, InfiniBand), collectives\n"
-        "that take multiprocessors from products, gathers that overlap computation, stragglers among devices.\n"
+        "that take multiprocessors from products, gathers that overlap computation, the rails of several network\n"
+        "cards, offload by GPUs that share the host's memory and PCIe, stragglers among devices.\n"
         "On several: torchrun --nproc-per-node=GPUS examples/attach_gpt2.py zeropp, and twinbed-probe."
     )
     print(f"\n{time.monotonic() - started:.0f} s; {len(check.failures)} of the checks failed")
@@ -508,6 +511,83 @@ def _host_copies(check: Check) -> None:
         torch.cuda.synchronize()
         kind = "pinned" if pinned else "pageable"
         print(f"  {kind:9} host to device {up / 1e9:.1f} GB/s, device to host {down / 1e9:.1f} GB/s")
+
+
+def _offload(check: Check) -> None:
+    """FSDP2 with weights, gradients and optimizer states in the host's memory, as offload=cpu trains."""
+    from torch.distributed.fsdp import fully_shard
+
+    import twinbed.runtime
+    from twinbed.conf.schema import OffloadConf
+    from twinbed.runtime.offload.host import host_memory
+
+    places = {"none": OffloadConf(), "pageable": OffloadConf(name="cpu", pinned=False)}
+    if check.cuda:  # only a driver pins memory
+        places["pinned"] = OffloadConf(name="cpu")
+    width, layers = (1024, 8) if check.cuda else (64, 3)
+    losses: dict[str, list[float]] = {}
+    held_bytes: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        backend = "cpu:gloo,cuda:nccl" if check.cuda else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            mesh = dist.device_mesh.init_device_mesh(check.device.type, (1,))
+            for name, conf in places.items():
+                gc.collect()
+                before_bytes = torch.cuda.memory_allocated() if check.cuda else 0
+                torch.manual_seed(0)
+                model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(check.device)
+                policy = host_memory(conf)
+                options: dict[str, Any] = {} if policy is None else {"offload_policy": policy}
+                for layer in model:
+                    fully_shard(layer, mesh=mesh, **options)
+                fully_shard(model, mesh=mesh, **options)
+                with warnings.catch_warnings():  # that keys have no effect on one rank is known
+                    warnings.simplefilter("ignore")
+                    twinbed.runtime.attach(model, "zero3", ranks_per_node=1)
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+                losses[name], times = [], []
+                for step in range(5):
+                    start = time.perf_counter()
+                    loss = model(check.sample(64, width, seed=step)).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses[name].append(float(loss.detach()))  # waits for the device
+                    times.append(time.perf_counter() - start)
+                if check.cuda:
+                    held_bytes[name] = torch.cuda.memory_allocated() - before_bytes
+                states = [
+                    *model.parameters(),
+                    *(
+                        value
+                        for state in optimizer.state.values()
+                        for key, value in state.items()
+                        if key != "step"
+                    ),
+                ]
+                where = "cpu" if conf.active else check.device.type
+                astray = sum(getattr(x, "_local_tensor", x).device.type != where for x in states)
+                check.say(
+                    f"{name}: {len(states) - astray} of {len(states)} weights and moments on {where}; "
+                    f"{statistics.median(times) * 1e3:.1f} ms a step",
+                    astray == 0 and len(states) == 3 * 2 * layers,
+                )
+                del model, optimizer, states, loss, layer
+        finally:
+            dist.destroy_process_group()
+    states_bytes = 12 * layers * (width + 1) * width  # weight and two moments, fp32
+    for name in places:
+        if name == "none":
+            continue
+        # the host's cores step what lies there: the same formula, in another order
+        off = max(abs(a / b - 1) for a, b in zip(losses[name], losses["none"], strict=True))
+        check.say(f"{name}: losses within {off:.1e} of those without offload", off < 1e-4)
+        if check.cuda:
+            share = (held_bytes["none"] - held_bytes[name]) / states_bytes
+            check.say(
+                f"{name}: {share:.0%} of the states' bytes left the device (at least 80%)", share >= 0.8
+            )
 
 
 def _too_long(signum: int, frame: object) -> None:

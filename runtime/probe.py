@@ -408,7 +408,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ranks = composed.experiment.cluster.num_ranks
     sys.stdout.write(f"measuring {ranks} rank{'s' * (ranks > 1)} on this machine: about a minute\n")
     sys.stdout.flush()
-    prepare()
+    ready = prepare()
     with tempfile.TemporaryDirectory(prefix="twinbed-probe-") as folder:
         case = Case(
             name="probe",
@@ -427,7 +427,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         one_machine=composed.experiment.cluster.backend is Backend.gloo,
         links_known=outcome.backend != "none",
     )
-    cluster |= {"name": arguments.output.stem, "source": "measured by twinbed-probe"}
+    kernels = f"{ready.backend} kernels, {ready.reason}, ready after {ready.seconds:.2f} s"
+    cluster |= {"name": arguments.output.stem, "source": f"measured by twinbed-probe ({kernels})"}
     try:
         write_text(arguments.output, yaml.safe_dump(cluster, sort_keys=False))
     except OSError as err:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -115,7 +115,11 @@ def _run(folder: Path, rank: int, launch: LaunchFile, heartbeat: Heartbeat) -> N
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)  # ranks share the cores
-    prepared = prepare_gpu(device) if nccl else prepare()
+    prepared = prepare()
+    if nccl:  # what lies in the host's memory still takes the CPU's
+        first_s = prepared.seconds
+        prepared = prepare_gpu(device)
+        prepared = replace(prepared, seconds=first_s + prepared.seconds)
     if rank == 0 and "TWINBED_LAUNCHER_PID" not in os.environ:  # what the launcher does elsewhere
         for index in range(len(launch.cases)):
             finished_marker(folder, index).unlink(missing_ok=True)

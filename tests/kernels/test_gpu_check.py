@@ -38,7 +38,11 @@ def test_the_rehearsal_passes_all_checks_and_says_what_one_gpu_cannot_show():
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert "FAILED" not in done.stdout
     assert "0 of the checks failed" in done.stdout
-    assert "One GPU cannot show: NCCL between GPUs and between nodes" in done.stdout
+    assert "pageable: 18 of 18 weights and moments on cpu" in done.stdout
+    assert "pageable: losses within" in done.stdout
+    _, said = done.stdout.split("One GPU cannot show: ")
+    for missing in ("NCCL between GPUs and between nodes", "NVLink", "rails"):
+        assert missing in said
 
 
 @pytest.mark.gpu

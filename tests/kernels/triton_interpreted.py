@@ -88,8 +88,12 @@ def test_ties_go_to_even(bits):
     assert decode_segments(encode_segments(x, **options), **options).tolist() == [qmax, 0, 2, 2, 0, -2, -2, 4]
 
 
-@pytest.mark.parametrize(("bits", "block"), [(8, 2048), (4, 256), (4, 36)])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bits", "block", "dtype"), [
+    (8, 2048, torch.float32),
+    (8, 2048, torch.bfloat16),
+    (4, 256, torch.bfloat16),
+    (4, 36, torch.float16),
+])  # fmt: skip
 def test_segments_rows_and_order(bits, block, dtype):
     segments = (300, 0, 33, 1, 700)
     options = {"segments": segments, "bits": bits, "block": block}
@@ -110,15 +114,14 @@ def test_segments_rows_and_order(bits, block, dtype):
     assert not frame[:, -2:].any()
 
 
-@pytest.mark.parametrize(("bits", "out_bits", "block", "out_block"), [
-    (4, 4, 256, 256),
-    (8, 4, 256, 256),
-    (4, 8, 12, 12),
-    (8, 8, 2048, 2048),
-    (4, 4, 256, 64),
-    (4, 6, 256, 256),
+@pytest.mark.parametrize(("bits", "out_bits", "block", "out_block", "own_dtype"), [
+    *((4, 4, 256, 256, own_dtype) for own_dtype in (None, *DTYPES)),  # qgZ's own
+    (8, 4, 256, 256, torch.bfloat16),
+    (4, 8, 12, 12, None),
+    (8, 8, 2048, 2048, torch.float32),
+    (4, 4, 256, 64, torch.float16),
+    (4, 6, 256, 256, torch.float32),
 ])  # fmt: skip
-@pytest.mark.parametrize("own_dtype", [None, *DTYPES])
 def test_sums(bits, out_bits, block, out_block, own_dtype):
     segments = (700, 0, 33, 256)
     n = sum(segments)
@@ -140,8 +143,12 @@ def test_sums(bits, out_bits, block, out_block, own_dtype):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("error_dtype", DTYPES)
-@pytest.mark.parametrize(("bits", "block"), [(8, 2048), (4, 256), (4, 36)])
+@pytest.mark.parametrize(("error_dtype", "bits", "block"), [
+    (torch.bfloat16, 8, 2048),
+    (torch.bfloat16, 4, 256),
+    (torch.float16, 4, 256),
+    (torch.float32, 4, 36),
+])  # fmt: skip
 def test_feedback(error_dtype, bits, block):
     segments = (300, 33, 700)
     options = {"segments": segments, "bits": bits, "block": block, "order": (3, 1)}

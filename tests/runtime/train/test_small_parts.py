@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,12 +21,22 @@ from twinbed.runtime.failure import (
     read_failures,
     write_failure,
 )
+from twinbed.runtime.gradients import bad_place
 from twinbed.runtime.interfaces import InterfaceBytes, parse_counters
 from twinbed.runtime.intervals import clip, length_ns, subtract, union
 from twinbed.runtime.script import script_text, write_script
 
 GOLDEN = Path(__file__).with_name("golden")
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("index", "block"), [(0, 0), (255, 0), (256, 1), (1000, 3), (4 * 256, 4)])
+def test_a_bad_gradient_is_placed_by_its_block(poison, index, block):
+    gradient = torch.ones(5, 205)  # 1025 elements: the last block holds one
+    gradient.view(-1)[index] = poison
+    gradient.view(-1)[-1] = poison  # the first of them is named
+    assert bad_place(gradient) == f"first in block {block} of 256 elements"
 
 
 def points(intervals):
