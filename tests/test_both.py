@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from yaml import safe_load
 
 from twinbed.analysis.record import read_record
 
@@ -185,6 +187,8 @@ def test_a_probe_serves_later_predictions(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert probed.returncode == 0, probed.stderr
+    source = safe_load(yaml.read_text())["source"]
+    assert re.fullmatch(r"measured by twinbed-probe \(native kernels, .+, ready after \d+\.\d\d s\)", source)
     out = tmp_path / "out"
     done = run(
         str(ROOT / "run.py"),

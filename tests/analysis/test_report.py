@@ -86,6 +86,14 @@ def test_page_is_self_contained(both: Path) -> None:
     assert "http" not in (both / "report.html").read_text(encoding="utf-8").replace(page.text, "")
 
 
+def test_what_quantized_and_its_first_cost_are_on_the_page(both: Path) -> None:
+    assert "at the start" not in report(both).text  # a record from before
+    result = json.loads((both / "runtime" / "result.json").read_text())
+    result["kernels"] = {"backend": "reference", "reason": "no C++ compiler <c++>", "prepare_s": 1.234}
+    (both / "runtime" / "result.json").write_text(json.dumps(result))
+    assert "no C++ compiler <c++>: 1.23 s at the start." in report(both).text
+
+
 def test_files_beside_the_page(both: Path) -> None:
     report(both)
     names = {path.name for path in both.iterdir() if path.is_file()}
