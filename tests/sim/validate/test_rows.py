@@ -144,18 +144,13 @@ def test_each_speedup_is_the_quotient_of_its_cells() -> None:
 
 
 def test_what_rows_wait_for_is_said_and_still_true() -> None:
-    """Eight rows: once the simulator can do what a row needs, the row must no longer say that it cannot."""
+    """Six rows: once the simulator can do what a row needs, the row must no longer say that it cannot."""
     waiting = [row for rows in read_folder(ROWS).values() for row in rows if row.needs]
-    assert Counter(row.needs for row in waiting) == {
-        "ring sequence parallelism": 6,
-        "offload to host memory": 2,
-    }
+    assert Counter(row.needs for row in waiting) == {"ring sequence parallelism": 6}
     evaluated = [Evaluator().evaluate(row) for row in waiting]
     assert [e.row.row_id for e in evaluated if e.ours is not None] == []
-    told = " ".join(table_text("gpt3_press", evaluated).split())
-    assert (
-        "not simulated: waits for offload to host memory (gpt3_colossal_64, gpt3_colossal_64_memory)" in told
-    )
+    told = " ".join(table_text("sequence_speed", evaluated).split())
+    assert "not simulated: waits for ring sequence parallelism (weak_sequence_2_speed, " in told
 
 
 def test_what_is_left_out_is_printed_a_line_each() -> None:
