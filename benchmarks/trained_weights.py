@@ -23,7 +23,7 @@ from twinbed.runtime.launcher import launch_local
 from twinbed.runtime.model import GPT
 
 FORMATS = ((8, 2048), (8, 256), (4, 256))  # bits and block; the first is comm's default for weights
-STEPS = 600
+STEPS = 400
 
 
 @dataclass(frozen=True, slots=True)
