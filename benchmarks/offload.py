@@ -36,9 +36,9 @@ ENTRY_BYTES = 64 << 20
 NUM_ENTRIES = 8
 ROUNDS = 3
 STEPS = 6
-# Blocks of 12.6 MB: large enough that transfers, and not their number, take the time
 # Much to compute for each byte of states, and little
 SHAPES = {"large": ["batch.micro=4"], "small": ["batch.micro=1", "batch.sequence=32"]}
+# Blocks of 12.6 MB: large enough that transfers, and not their number, take the time
 TRAINED = {"layers": 8, "hidden": 512, "heads": 8, "vocab": 256, "sequence": 256}
 
 
