@@ -170,37 +170,62 @@ def encode_segments(
         uint8 [wire] or [rows, wire]; wire is the sum of `wire_bytes(length)` over the segments.
     """
     layout = layout_of(segments, bits=bits, block=block)
+    return encode_rows(x, layout, order, out, reference=reference)
+
+
+def encode_rows(
+    x: Tensor,
+    layout: Layout,
+    order: Sequence[int] | None,
+    out: Tensor | None,
+    *,
+    error: Tensor | None = None,
+    beta: float = 0.0,
+    reference: bool = False,
+) -> Tensor:
+    """`encode_segments`. `error`, a row for each row of the result, is added first; what is lost goes into it in place,
+    as `feedback` says.
+    """
     rows = rows_of(x, layout.numel, "x")
     _check_dtype(x.dtype)
     if order is not None and x.dim() != 2:
         raise ValueError(f"order picks rows, but x has shape {tuple(x.shape)}; give it as [rows, n]")
     indices = None if order is None else row_indices(tuple(order), rows.shape[0])
     num_out = rows.shape[0] if indices is None else len(indices)
+    errors = None if error is None else error_rows(error, num_out, layout.numel)
     if out is None:
         out = torch.empty(num_out, layout.wire_bytes, dtype=torch.uint8, device=x.device)
         result = out if x.dim() == 2 else out[0]
     else:
         result, out = out, out_rows(out, num_out, layout.wire_bytes, (torch.uint8,))
-    gpu = None if reference else codec_for(rows, bits=bits, block=block)
-    library = None if reference else native_for(rows, bits)
+    gpu = None if reference else codec_for(rows, bits=layout.bits, block=layout.block)
+    library = None if reference else native_for(rows, layout.bits)
     if gpu is not None:
-        gpu.encode(rows, layout, order, out)
-    elif library is None:
-        plain.encode(rows if order is None else rows[list(order)], layout, out)
-    else:
-        check(
-            library.twinbed_encode(
-                rows.data_ptr(),
-                rows.stride(0) * rows.element_size(),
-                DTYPES[rows.dtype],
-                num_out,
-                indices,
-                *native_layout(layout),
-                out.data_ptr(),
-                out.stride(0),
-                threads_for(rows.element_size() * num_out * layout.numel),
-            )
-        )
+        gpu.encode(rows, layout, order, out, error=errors, beta=beta)
+        return result
+    if library is None:
+        picked = rows if order is None else rows[list(order)]
+        if errors is None:
+            plain.encode(picked, layout, out)
+        else:
+            plain.encode_corrected(picked, layout, out, errors, beta)
+        return result
+    source = (
+        rows.data_ptr(),
+        rows.stride(0) * rows.element_size(),
+        DTYPES[rows.dtype],
+        num_out,
+        indices,
+        *native_layout(layout),
+        out.data_ptr(),
+        out.stride(0),
+    )
+    threads = threads_for(rows.element_size() * num_out * layout.numel)
+    if errors is None:
+        check(library.twinbed_encode(*source, threads))
+        return result
+    feedback = (errors.data_ptr(), errors.stride(0), DTYPES[errors.dtype], beta, 1.0 - beta)
+    check(library.twinbed_encode_corrected(*source, *feedback, threads))
     return result
 
 
@@ -330,3 +355,14 @@ def flat_of(x: Tensor) -> Tensor:
 def _check_dtype(dtype: torch.dtype) -> None:
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype} is not supported; use one of {[str(known) for known in DTYPES]}")
+
+
+def error_rows(error: Tensor, rows: int, numel: int) -> Tensor:
+    view = error if error.dim() == 2 else error[None]
+    fits = view.shape == (rows, numel) and error.dtype in DTYPES and (numel <= 1 or view.stride(-1) == 1)
+    if not fits:
+        raise ValueError(
+            f"error is {error.dtype} {tuple(error.shape)} with strides {error.stride()}; it must be [{rows}, {numel}]"
+            f"{f' or [{numel}]' if rows == 1 else ''}, one of {[str(d) for d in DTYPES]}, last stride 1"
+        )
+    return view.detach()

@@ -16,14 +16,15 @@ from .codec import (
     DTYPES,
     NATIVE_BITS,
     check,
-    encode_segments,
+    encode_rows,
+    error_rows,
     messages_of,
     native_for,
     native_layout,
     threads_for,
 )
 from .gpu import codec_for
-from .layout import layout_of
+from .layout import Layout, layout_of
 
 
 def dequantize_reduce(
@@ -102,10 +103,32 @@ def dequantize_reduce_quantize(
     Returns:
         uint8 [wire]: the message of the sum, ready for the next hop.
     """
-    layout = layout_of(segments, bits=bits, block=block)
-    target = layout_of(
-        segments, bits=bits if out_bits is None else out_bits, block=block if out_block is None else out_block
+    return reduce_encode(
+        bufs,
+        own,
+        layout_of(segments, bits=bits, block=block),
+        layout_of(
+            segments,
+            bits=bits if out_bits is None else out_bits,
+            block=block if out_block is None else out_block,
+        ),
+        out,
+        reference=reference,
     )
+
+
+def reduce_encode(
+    bufs: Tensor,
+    own: Tensor | None,
+    layout: Layout,
+    target: Layout,
+    out: Tensor | None,
+    *,
+    error: Tensor | None = None,
+    beta: float = 0.0,
+    reference: bool = False,
+) -> Tensor:
+    """The message of the sum, in the format of `target`; with `error` [n] as in `codec.encode_rows`."""
     messages = messages_of(bufs, layout)
     own = own_part(own, layout.numel)
     if out is None:
@@ -114,18 +137,26 @@ def dequantize_reduce_quantize(
         raise ValueError(
             f"out is {out.dtype} {tuple(out.shape)}; it must be contiguous uint8 [{target.wire_bytes}]"
         )
-    gpu = None if reference else codec_for(messages, bits=bits, block=block)
-    if gpu is not None and (target.bits not in NATIVE_BITS or target.block != block):
-        # Blocks that end elsewhere: on a GPU in two passes, with the sum in memory.
-        total = dequantize_reduce(bufs, own, segments=segments, bits=bits, block=block)
-        encode_segments(total, segments=segments, bits=target.bits, block=target.block, out=out)
-        return out
-    library = None if reference or target.bits not in NATIVE_BITS else native_for(messages, bits)
-    if gpu is not None:
-        gpu.reduce_encode(messages, own, layout, target, out)
+    errors = None if error is None else error_rows(error, 1, layout.numel)
+    serves = target.bits in NATIVE_BITS
+    gpu = None if reference else codec_for(messages, bits=layout.bits, block=layout.block)
+    library = None if reference or not serves else native_for(messages, layout.bits)
+    if gpu is not None and serves and target.block == layout.block:
+        gpu.reduce_encode(
+            messages, own, layout, target, out, error=None if errors is None else errors[0], beta=beta
+        )
     elif library is None:
-        plain.encode(plain.reduce(messages, own, layout)[None], target, out[None])
+        # On a GPU blocks that end elsewhere go in two passes, with the sum in memory.
+        total = torch.empty(layout.numel, device=bufs.device)
+        if gpu is not None:
+            gpu.reduce(messages, own, layout, total)
+        else:
+            total.copy_(plain.reduce(messages, own, layout))
+        encode_rows(total[None], target, None, out[None], error=errors, beta=beta, reference=reference)
     else:
+        feedback: tuple[int | None, int, float, float] = (None, 0, 0.0, 0.0)
+        if errors is not None:
+            feedback = (errors.data_ptr(), DTYPES[errors.dtype], beta, 1.0 - beta)
         check(
             library.twinbed_reduce_encode(
                 messages.data_ptr(),
@@ -137,10 +168,7 @@ def dequantize_reduce_quantize(
                 target.bits,
                 target.block,
                 out.data_ptr(),
-                None,
-                0,
-                0.0,
-                0.0,
+                *feedback,
                 threads_for(messages.nbytes),
             )
         )

@@ -66,6 +66,15 @@ def encode(x_Rn: Tensor, layout: Layout, out_Rw: Tensor) -> None:
         start += length
 
 
+def encode_corrected(x_Rn: Tensor, layout: Layout, out_Rw: Tensor, errors_Rn: Tensor, beta: float) -> None:
+    """`encode` of x + errors; errors become beta * errors + (1 - beta) * what was lost, 0 where that is NaN or Inf."""
+    total_Rn = x_Rn.float() + errors_Rn.float()
+    encode(total_Rn, layout, out_Rw)
+    decoded = decode(out_Rw, layout)
+    moved = beta * errors_Rn.float() + (1.0 - beta) * (total_Rn - decoded)
+    errors_Rn.copy_(moved.masked_fill(decoded.isnan(), 0.0))
+
+
 def decode(messages_Rw: Tensor, layout: Layout) -> Tensor:
     """The messages' values, fp32 [R, n]."""
     parts = [torch.empty(len(messages_Rw), 0, device=messages_Rw.device)]

@@ -3,6 +3,7 @@
 Shapes: B sequences, T tokens, D hidden.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
@@ -14,7 +15,7 @@ from ..conf.model_spec import ModelSpec
 from .laps import Clock, Pace, boundary
 
 
-class Stack(nn.Module):
+class Stack(nn.Module, ABC):
     """Blocks of `conf.model_spec`, and a root around them. A model returns the loss, so that its head and the
     cross-entropy lie within the root unit.
 
@@ -31,13 +32,13 @@ class Stack(nn.Module):
         self.spec, self.recompute = spec, recompute
         self._pace: Pace | None = None
 
+    @abstractmethod
     def stack(self) -> nn.ModuleList:
         """The blocks, in the order of forward."""
-        raise NotImplementedError
 
+    @abstractmethod
     def first_deviation(self, name: str, weight: Tensor) -> float:
         """Of the first values of a matrix."""
-        raise NotImplementedError
 
     def units(self) -> Mapping[str, nn.Module]:
         """The modules whose weights move together, as `conf.model_spec.parameters` names them."""

@@ -1,5 +1,6 @@
 """Static shares, and chunks that come and go by Belady's rule: two answers to what lies near."""
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from math import inf
@@ -24,7 +25,7 @@ from .policy import (
 )
 
 
-class _Pager:
+class _Pager(ABC):
     """What both policies share: what is near and in use, and the recorded orders of use.
 
     Subclasses say what happens to a chunk that is not in use any more, and which chunks may be evicted.
@@ -97,15 +98,17 @@ class _Pager:
                 return tuple(self._outdated(self._find(event.chunk)))
         raise ValueError(f"{event!r} is no offload event")
 
+    @abstractmethod
     def _far_at_first(self) -> frozenset[str]:
-        raise NotImplementedError
+        """Chunks that begin outside."""
 
+    @abstractmethod
     def _victims(self, before: int | None) -> list[str]:
         """Chunks that may go, the first to go first; `before`: only those used later than at this place."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _unused(self, chunk: Chunk) -> list[OffloadAction]:
-        raise NotImplementedError
+        """What to do with a chunk that nobody uses any more."""
 
     def _find(self, name: str) -> Chunk:
         if name not in self._chunks:
