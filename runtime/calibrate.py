@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..conf.schema import ExperimentConf
 from .case import Case
 from .intervals import length_ns, union
 from .laps import Lap
-from .ledger import QUANTIZE_STREAM
+from .ledger import BESIDE, QUANTIZE_STREAM
 from .trainer import Trainer
 from .worker import WorkerContext
 
@@ -62,6 +62,7 @@ def run_calibration(case: Case, context: WorkerContext) -> None:
         context,
         warmup=int(case.options.get("warmup", _WARMUP)),
         iterations=int(case.options.get("iterations", _ITERATIONS)),
+        folder=context.case_folder(case),
     )
     if context.rank == 0:
         text = json.dumps(asdict(found), indent=1) + "\n"
@@ -81,9 +82,11 @@ def read_calibration(folder: Path) -> Calibration:
 
 
 def calibrate(
-    experiment: ExperimentConf, context: WorkerContext, *, warmup: int, iterations: int
+    experiment: ExperimentConf, context: WorkerContext, *, warmup: int, iterations: int, folder: Path
 ) -> Calibration:
-    """Run some steps of the same engine, and leave out what its collectives take; call it on all ranks.
+    """Run some steps of the same engine, and leave out what its collectives and waits for a disk take.
+
+    To be called on all ranks.
 
     Computation is measured in its place: cores that were idle begin slowly, those that carried traffic less so, and
     ranks that waited for each other compete for the cores together. A pause in place of a collective does not
@@ -94,15 +97,18 @@ def calibrate(
     Args:
         warmup: Iterations before the first that counts.
         iterations: That are measured.
+        folder: For what is offloaded to disk meanwhile, where offload.path does not say.
     """
-    trainer = Trainer(experiment, context, overlap=False, offload=False)
+    trainer = Trainer(_own_store(experiment), context, overlap=False, folder=folder)
     try:
         for number in range(warmup + iterations):
             dist.barrier()
             context.beat(number)
             trainer.step(trainer.first_step + number)
         laps, steps_ns = trainer.laps.laps, trainer.progress.steps_ns
-        spans = trainer.ledger.spans
+        spans = [span for span in trainer.ledger.spans if span.stream not in BESIDE]
+        if trainer.offload is not None:
+            trainer.offload.finish()
     finally:
         trainer.close()
     k = experiment.batch.accumulation
@@ -112,13 +118,20 @@ def calibrate(
     return _mean(gathered, micro_batches=k)
 
 
+def _own_store(experiment: ExperimentConf) -> ExperimentConf:
+    """On the same disk as the run's, which is not touched."""
+    offload = experiment.offload
+    path = None if offload.path is None else str(Path(offload.path) / "calibration")
+    return replace(experiment, offload=replace(offload, path=path, resume=False))
+
+
 def _middle_half(
     laps: Sequence[Lap], spans: Sequence[Span], steps_ns: Sequence[tuple[int, int]], *, micro_batches: int
 ) -> tuple[dict[str, float], float, float, float]:
     """(parts of a micro-batch and "step", quantizing of a step, iteration, spread), nanoseconds.
 
-    A lap is its unit's computation once quantizing and collectives are taken out of it. Those of a plan in chunks
-    are under way at the same time, and while a chunk is quantized.
+    A lap is its unit's computation once quantizing, collectives and waits are taken out of it. Those of a plan in
+    chunks are under way at the same time, and while a chunk is quantized.
     """
     ranked = sorted(steps_ns, key=lambda step: step[1] - step[0])
     quarter = len(ranked) // 4

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 CHECKPOINTS = "checkpoints"
 _MANIFEST = "twinbed.json"
 _VERSION = 2  # 2: placement and files
+_FULL_BYTES = 64 << 10  # less is free where a write has failed: the disk is full
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,9 @@ def save_checkpoint(
     try:
         save(state, checkpoint_id=partial, planner=planner)
     except CheckpointException as err:  # a BaseException, which nobody expects
-        raise RuntimeError(f"checkpoint {final} cannot be written: {_first_line(err)}") from err
+        full = _full_disk(partial)
+        said = _first_line(err)
+        raise RuntimeError(f"checkpoint {final} cannot be written: {full}{said}") from err
     if rank == 0:
         manifest = {
             "version": _VERSION,
@@ -249,6 +252,15 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """As JSON would give it back: tuples are lists."""
     plain: dict[str, Any] = json.loads(json.dumps(values))
     return plain
+
+
+def _full_disk(folder: Path) -> str:
+    """Says that the disk is full, if it is: torch's writer may only say that a position is not what it expects."""
+    try:
+        free_bytes = shutil.disk_usage(folder).free
+    except OSError:
+        return ""
+    return f"No space left on the disk ({free_bytes:,} bytes are free): " if free_bytes < _FULL_BYTES else ""
 
 
 def _first_line(err: BaseException) -> str:

@@ -33,6 +33,7 @@ OFFLOAD_STREAM: Final = "offload"  # the main thread waits for far memory
 FETCH_STREAM: Final = "fetch"  # moves from far memory and back, beside the main thread
 EVICT_STREAM: Final = "evict"
 COMMIT_STREAM: Final = "commit"  # copies of what stays near, for a generation that a crash leaves
+BESIDE: Final = (FETCH_STREAM, EVICT_STREAM, COMMIT_STREAM)
 
 _Event = CommEvent | OffloadEvent
 _Answer = Plan | tuple[OffloadAction, ...] | None

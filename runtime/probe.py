@@ -91,15 +91,19 @@ def measure(context: "WorkerContext", *, precision: str) -> dict[str, Any]:
 
 def _disk(folder: Path) -> dict[str, float] | None:
     """The disk of this node; None: its file system knows no direct I/O, so that it cannot be seen past the cache."""
-    from .offload.disk_rate import measure_disk
+    from .memory import keep_freed_memory, return_freed_memory
+    from .offload.disk_rate import measure_disk, measure_moves
 
     folder.mkdir(parents=True, exist_ok=True)
+    return_freed_memory()  # as a training with offload=disk does
     try:
-        return asdict(measure_disk(folder, nbytes=DISK_BYTES))
+        return asdict(measure_disk(folder, nbytes=DISK_BYTES)) | asdict(measure_moves(folder))
     except OSError as err:
         if err.errno == errno.EINVAL:
             return None
         raise RuntimeError(f"offload=disk: {folder} cannot be measured: {err.strerror}") from err
+    finally:
+        keep_freed_memory()
 
 
 def _agreed_mean(values: Sequence[float]) -> list[float]:

@@ -35,7 +35,7 @@ from .laps import Laps
 from .learning_rate import learning_rate
 from .ledger import LIBRARY_STREAM, Ledger
 from .loss_scale import LossScale, build_loss_scale
-from .memory import PeakMemory, local_bytes, optimizer_bytes
+from .memory import PeakMemory, keep_freed_memory, local_bytes, optimizer_bytes, return_freed_memory
 from .metrics import MetricsWriter, StepMetrics
 from .offload.disk import FOLDER as OFFLOAD_FOLDER
 from .offload.disk import DiskOffload
@@ -77,7 +77,6 @@ class Trainer:
         experiment: Its cluster must be the ranks that run.
         context: This rank.
         overlap: False: no communication thread, whatever `comm.overlap` says.
-        offload: False: nothing lies on disk, whatever `offload` says.
         folder: Of the run, for what is offloaded to disk where offload.path does not say.
     """
 
@@ -87,7 +86,6 @@ class Trainer:
         context: WorkerContext,
         *,
         overlap: bool = True,
-        offload: bool = True,
         folder: Path | None = None,
     ) -> None:
         self.experiment, self.context = experiment, context
@@ -125,8 +123,9 @@ class Trainer:
             experiment.optimizer, list(self.engine.parameters()), all_reduce=self._sum_norms
         )
         self.offload: DiskOffload | None = None
-        if experiment.offload.name == "disk" and offload:
+        if experiment.offload.name == "disk":
             self.offload = self._to_disk(folder)
+            return_freed_memory()
         else:
             prepare_optimizer_state(self.optimizer)
         self.loss_scale: LossScale | None = build_loss_scale(experiment)
@@ -251,6 +250,7 @@ class Trainer:
         self.engine.close()
         if self.offload is not None:
             self.offload.close()
+            keep_freed_memory()  # the next case of a launch begins as the first one did
         activate(None)
 
     def _apply(self, rate: float, scale: float) -> tuple[float | None, bool]:

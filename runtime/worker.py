@@ -100,8 +100,11 @@ def _run(folder: Path, rank: int, launch: LaunchFile, heartbeat: Heartbeat) -> N
     import torch.distributed as dist
 
     from ..kernels import prepare, prepare_gpu
+    from .memory import use_huge_pages
 
     experiments = [load_experiment(case.experiment) for case in launch.cases]
+    if any(experiment.offload.name == "disk" for experiment in experiments):
+        use_huge_pages()
     world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     for case, experiment in zip(launch.cases, experiments, strict=True):
         if experiment.cluster.num_ranks != world:

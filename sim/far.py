@@ -83,7 +83,14 @@ class FarMemory:
         if on_disk:
             rate_Bps = disk.read_Bps if way is Way.fetch else disk.write_Bps
             route.append(self._shared(rank, f"disk.{way.value}", rate_Bps, 1.0))
-            after_ns = disk.latency_ns + (host.copy_ns if self._gpus else 0)
+            fixed_ns, own_Bps = (
+                (disk.fetch_ns, disk.fetch_Bps) if way is Way.fetch else (disk.evict_ns, disk.evict_Bps)
+            )
+            after_ns = (disk.latency_ns if fixed_ns is None else fixed_ns) + (
+                host.copy_ns if self._gpus else 0
+            )
+            if own_Bps is not None:  # checksums and page faults take the time of the same threads
+                route.append((self._link(f"store.{way.value}.{rank}", own_Bps), 1.0))
         if self._gpus:
             assert host.pcie_Bps is not None, "checked before anything runs"
             pinned = self._offload.pinned

@@ -248,12 +248,20 @@ class DiskConf:
     read_Bps: float | None = None  # of one node, large reads
     write_Bps: float | None = None  # of one node, large writes
     latency_ns: int = 100_000  # of one read or write
+    # of offload=disk, with its checksums and the memory's page faults, as a probe measures it
+    fetch_ns: int | None = None  # of a chunk from disk, whatever its size; null: latency_ns
+    fetch_Bps: float | None = None  # of one rank's chunks from disk, at most; null: the disk's
+    evict_ns: int | None = None  # of a chunk to disk, whatever its size; null: latency_ns
+    evict_Bps: float | None = None  # of one rank's chunks to disk, at most; null: the disk's
     capacity_bytes: float | None = None  # of one node; null: not known, and not compared
 
     def __post_init__(self) -> None:
-        for key in ("read_Bps", "write_Bps", "capacity_bytes"):
+        for key in ("read_Bps", "write_Bps", "fetch_Bps", "evict_Bps", "capacity_bytes"):
             value = getattr(self, key)
             require(value is None or value > 0, f"cluster.disk.{key}", value, "> 0 or null")
+        for key in ("fetch_ns", "evict_ns"):
+            value = getattr(self, key)
+            require(value is None or value >= 0, f"cluster.disk.{key}", value, ">= 0 or null")
         require(self.latency_ns >= 0, "cluster.disk.latency_ns", self.latency_ns, ">= 0")
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .checksum import checksum
+from xxhash import xxh3_64_intdigest as checksum
+
 from .header import (
     BLOCK_BYTES,
     CHUNK_BYTES,

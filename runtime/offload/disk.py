@@ -16,7 +16,6 @@ from ...conf.schema import OffloadConf
 from ...policies.offload import Chunk, Kind, Place, build_offload, cut_chunks
 from ..checkpoint import prepare_optimizer_state
 from ..ledger import OFFLOAD_STREAM, Ledger
-from ..memory import return_freed_memory
 from .header import Layout
 from .parameters import move_in, shard_layout, unit_parameters, watch_gathers
 from .planners import PagedLoadPlanner, PagedSavePlanner
@@ -104,7 +103,6 @@ class DiskOffload:
             for counter in counters(optimizer):
                 counter.fill_(self.resumed["counter"])
         watch_gathers(units, self._gathering, reads_shard=reads_shard)
-        return_freed_memory()
 
     def begins(self, kind: str) -> None:
         """An iteration of a kind ("train", "eval") begins."""

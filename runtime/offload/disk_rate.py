@@ -1,18 +1,25 @@
-"""How fast a disk reads and writes by itself, past the page cache: what offload is measured against."""
+"""How fast a disk reads and writes by itself, past the page cache, and how long a store takes to move a chunk."""
 
 import contextlib
+import errno
 import mmap
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from .header import BLOCK_BYTES, CHUNK_BYTES
+import torch
+
+from .header import BLOCK_BYTES, CHUNK_BYTES, lay_out
+from .region import Region
+from .store import Store, StoreError
 
 DEPTHS = (1, 2, 4, 8)  # requests in flight; the disk's rate is that of the best
+MOVED_BYTES = (2 << 20, 32 << 20)  # each a multiple of a huge page
+MOVES = 12
 SMALL_READS = 64  # of a block each, one after the other
 
 
@@ -57,6 +64,72 @@ def measure_disk(folder: Path, *, nbytes: int = 512 << 20) -> DiskRate:
         path.unlink()
     whole = num_chunks * CHUNK_BYTES
     return DiskRate(whole / read_s, whole / write_s, round(latency_s * 1e9))
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCost:
+    """Of a chunk that a store moves by itself: a fixed time, and a rate for its bytes.
+
+    Besides the disk's own, the time goes to checksums, the system calls, and pages that are faulted in and freed.
+    """
+
+    fetch_ns: int
+    fetch_Bps: float
+    evict_ns: int
+    evict_Bps: float
+
+
+def measure_moves(folder: Path) -> MoveCost:
+    """Move chunks of MOVED_BYTES out of memory and back as offload=disk does, one at a time.
+
+    Raises:
+        OSError: There is no room.
+    """
+    seconds = {}
+    for nbytes in MOVED_BYTES:
+        with _one_chunk(folder / f".moves{nbytes}", nbytes) as (store, region):
+            seconds[nbytes] = _move_s(store, region)
+    (fetch_ns, fetch_Bps), (evict_ns, evict_Bps) = (
+        _line(*(seconds[nbytes][way] for nbytes in MOVED_BYTES)) for way in range(2)
+    )
+    return MoveCost(fetch_ns, fetch_Bps, evict_ns, evict_Bps)
+
+
+@contextlib.contextmanager
+def _one_chunk(folder: Path, nbytes: int) -> Iterator[tuple[Store, Region]]:
+    layout = lay_out({"x": (torch.uint8, (nbytes,))})
+    region = Region(layout)
+    region.tensors["x"].random_()
+    try:
+        store = Store.create(folder, {"x": layout}, {})
+    except StoreError as err:
+        raise OSError(errno.ENOSPC, str(err)) from err
+    try:
+        yield store, region
+    finally:
+        store.remove()
+        folder.rmdir()
+
+
+def _move_s(store: Store, region: Region) -> tuple[float, float]:
+    """Seconds to fetch and to evict the chunk, medians of the later half: the first rounds find new memory."""
+    fetches, evictions = [], []
+    for _ in range(2 * MOVES):
+        start = time.monotonic()
+        store.write("x", region, release=True).result()
+        evicted = time.monotonic()
+        store.read("x", region).result()
+        evictions.append(evicted - start)
+        fetches.append(time.monotonic() - evicted)
+        store.commit({})
+    return statistics.median(fetches[MOVES:]), statistics.median(evictions[MOVES:])
+
+
+def _line(small_s: float, large_s: float) -> tuple[int, float]:
+    """(nanoseconds for no bytes, bytes a second) of moves of MOVED_BYTES."""
+    small, large = MOVED_BYTES
+    per_byte = max(large_s - small_s, large_s / 10) / (large - small)
+    return round(max(0.0, small_s - small * per_byte) * 1e9), 1 / per_byte
 
 
 def _pass(

@@ -1,6 +1,6 @@
 """Reads and writes beside the computation: a few threads that each move one chunk at a time.
 
-zlib and the system calls let go of the interpreter's lock, so checksums of one chunk are computed while another
+xxhash and the system calls let go of the interpreter's lock, so checksums of one chunk are computed while another
 is on its way.
 """
 

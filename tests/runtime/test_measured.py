@@ -4,7 +4,7 @@ import pytest
 
 from twinbed.conf.compose import compose
 from twinbed.runtime.measured import cluster_with, merged
-from twinbed.runtime.offload.disk_rate import measure_disk
+from twinbed.runtime.offload.disk_rate import measure_disk, measure_moves
 
 MEASURED = {
     "num_ranks": 4,
@@ -42,8 +42,9 @@ def test_what_was_measured_replaces_what_was_guessed(backend, cores, slowdown):
 
 
 def test_a_disk_that_was_measured_is_no_guess_any_more():
+    moves = {"fetch_ns": 3_000, "fetch_Bps": 1.5e9, "evict_ns": 5_000, "evict_Bps": 8e8}
     probes = [
-        MEASURED | {"disk": {"read_Bps": read_Bps, "write_Bps": 1e9, "latency_ns": 90_000}}
+        MEASURED | {"disk": {"read_Bps": read_Bps, "write_Bps": 1e9, "latency_ns": 90_000, **moves}}
         for read_Bps in (2e9, 4e9)
     ]
     made = compose(["target=sim", "cluster=local_2x2", "offload=disk", "cluster.disk.capacity_bytes=1e12"])
@@ -53,6 +54,7 @@ def test_a_disk_that_was_measured_is_no_guess_any_more():
         "read_Bps": 3e9,
         "write_Bps": 1e9,
         "latency_ns": 90_000,
+        **moves,
         "capacity_bytes": 1e12,
     }
 
@@ -65,4 +67,9 @@ def test_a_disk_is_measured_and_nothing_stays_on_it(tmp_path):
     assert found.read_Bps > 1e6
     assert found.write_Bps > 1e6
     assert 0 < found.latency_ns < 1e9
+    moves = measure_moves(tmp_path)
+    assert 1e6 < moves.fetch_Bps < 1e12
+    assert 1e6 < moves.evict_Bps < 1e12
+    assert 0 <= moves.fetch_ns < 1e9
+    assert 0 <= moves.evict_ns < 1e9
     assert list(tmp_path.iterdir()) == []

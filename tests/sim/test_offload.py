@@ -179,6 +179,19 @@ def test_a_disk_is_shared_by_a_node_and_has_a_latency():
     assert ends == {0: 2_100, 1: 2_100, 2: 1_100, 3: 2_100}
 
 
+def test_chunks_of_one_rank_share_what_its_store_moves():
+    """Measured moves: a fixed time each, and a rate of the rank's own below the disk's."""
+    disk = DiskConf(read_Bps=4e9, write_Bps=4e9, fetch_ns=50, fetch_Bps=1e9, evict_ns=30, evict_Bps=0.5e9)
+    cluster = ClusterConf(name="t", nodes=1, devices_per_node=2, disk=disk)
+    env = simpy.Environment()
+    far = FarMemory(cluster, OffloadConf(name="disk"), Network(env), per_host=2, shares=None)
+    ends = []
+    for rank, way in ((0, Way.fetch), (0, Way.fetch), (1, Way.fetch), (0, Way.evict)):
+        far.run(rank, Move(way, 1_000)).callbacks.append(lambda _: ends.append(env.now))
+    env.run()
+    assert sorted(ends) == [1_050, 2_030, 2_050, 2_050]
+
+
 def test_a_faster_lane_is_never_slower(on_gpus, make_spec):
     spec = make_spec(layers=3)
     for conf in (

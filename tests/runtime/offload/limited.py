@@ -22,6 +22,7 @@ from twinbed.conf.compose import compose, load_experiment  # noqa: E402
 from twinbed.conf.schema import OffloadConf  # noqa: E402
 from twinbed.runtime.checkpoint import Checkpoint  # noqa: E402
 from twinbed.runtime.failure import Heartbeat  # noqa: E402
+from twinbed.runtime.memory import use_huge_pages  # noqa: E402
 from twinbed.runtime.model import GPT  # noqa: E402
 from twinbed.runtime.offload.generate import Generator, import_weights  # noqa: E402
 from twinbed.runtime.trainer import Trainer  # noqa: E402
@@ -36,6 +37,8 @@ def main() -> None:
     mode, folder = sys.argv[1], Path(sys.argv[2])
     allowance = int(sys.argv[4]) if len(sys.argv) > 4 else None
     torch.set_num_threads(1)
+    if mode == "train_disk":
+        use_huge_pages()
     warm_up()
     baseline = held_bytes()
     if allowance is not None:

@@ -6,13 +6,11 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twinbed.runtime.offload.checksum import checksum
 from twinbed.runtime.offload.data_file import supports_direct
 from twinbed.runtime.offload.header import (
     BLOCK_BYTES,
@@ -79,7 +77,7 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint
 @settings(deadline=None, max_examples=60)
 def test_a_header_comes_back_and_is_as_long_for_every_generation(tensors, generation, data):
     layout = lay_out(tensors)
-    checksums = data.draw(st.tuples(*[st.integers(0, 2**32 - 1)] * layout.num_chunks))
+    checksums = data.draw(st.tuples(*[st.integers(0, 2**64 - 1)] * layout.num_chunks))
     header = Header("e", generation, layout, checksums)
     encoded = encode_header(header)
     assert len(encoded) == header_bytes("e", layout)
@@ -347,26 +345,3 @@ def test_a_transfer_begins_after_those_it_waits_for():
     second.result(timeout=5)
     assert order == ["first", "second"]
     transfers.close()
-
-
-@given(
-    length=st.integers(1, 300_000),
-    seed=st.integers(0, 99),
-    at=st.floats(0, 1, exclude_max=True),
-    bit=st.integers(0, 7),
-)
-@settings(deadline=None, max_examples=80)
-def test_a_checksum_sees_every_flipped_bit(length, seed, at, bit):
-    data = bytearray(np.random.default_rng(seed).bytes(length))
-    before = checksum(memoryview(data))
-    data[int(at * length)] ^= 1 << bit
-    assert checksum(memoryview(data)) != before
-
-
-def test_a_checksum_sees_blocks_that_changed_places_and_zeros():
-    data = np.random.default_rng(0).bytes(1 << 20)
-    block = 1 << 16
-    swapped = data[block : 2 * block] + data[:block] + data[2 * block :]
-    zeroed = bytes(block) + data[block:]
-    found = {checksum(memoryview(d)) for d in (data, swapped, zeroed, data[:-1])}
-    assert len(found) == 4

@@ -9,6 +9,7 @@ import pytest
 from twinbed.analysis.record import read_record
 from twinbed.conf.compose import compose
 from twinbed.policies.offload import parse_offload_event
+from twinbed.runtime.calibrate import read_calibration
 from twinbed.runtime.case import Case
 from twinbed.runtime.launcher import launch_local
 from twinbed.runtime.preflight import check_run
@@ -72,6 +73,7 @@ def done(tmp_path_factory):
     cases += [
         case("plain_resumed", resume_from=folder / "evaluated_disk/checkpoints/step_00000003"),
         case("disk_resumed", "offload=disk", resume_from=folder / "evaluated/checkpoints/step_00000003"),
+        case("calibrated", "offload=disk", kind="calibrate", warmup=2, iterations=4),
     ]
     outcome = launch(folder, cases)
     assert outcome.exit_code == 0, outcome.error
@@ -100,6 +102,13 @@ def test_disk_changes_no_collective(done, name):
 @pytest.mark.parametrize("name", list(OFFLOADS))
 def test_what_stays_near_changes_nothing(done, name):
     assert losses(done, f"zero3_{name}") == losses(done, "zero3")
+
+
+def test_computation_is_calibrated_beside_moves_without_their_waits(done):
+    found = read_calibration(done / "calibrated")
+    assert {"step", "forward/block.2", "backward/block.0"} <= set(found.compute_ns)
+    assert found.sum_ns == pytest.approx(found.iteration_ns, rel=0.02)  # neither has waits, or moves, in it
+    assert [p.name for p in (done / "calibrated").rglob("*") if p.is_file()] == ["calibration.json"]
 
 
 def test_validation_is_the_same(done):
