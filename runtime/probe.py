@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ LARGE_ELEMENTS = 200_000
 BATCHES = 5  # spread over the probe, each of REPEATS in a row: fixed costs wander within a second
 REPEATS = 8
 CODEC_ELEMENTS = (4_096, 262_144)
+PARTS = (2, 8)  # that a fused kernel adds up
 MATMUL_SIZE = 256
 WORK_BYTES = 4 << 20
 DISK_BYTES = 128 << 20
@@ -266,7 +268,12 @@ class _CodecProbe:
     def __init__(self, dtype: Any, device: Any) -> None:
         import torch
 
-        from ..kernels import decode_segments, dequantize_reduce, encode_segments
+        from ..kernels import (
+            decode_segments,
+            dequantize_reduce,
+            dequantize_reduce_quantize,
+            encode_segments,
+        )
 
         self._times: dict[str, list[float]] = {}
         self._calls: list[tuple[str, Callable[[], object]]] = []
@@ -290,6 +297,15 @@ class _CodecProbe:
                             lambda m=message, o=options, t=total: dequantize_reduce(m[None], t, **o, out=t),  # type: ignore[misc]
                         )
                     )
+                    for parts in PARTS:
+                        again = partial(
+                            dequantize_reduce_quantize,
+                            message.repeat(parts, 1),
+                            **options,
+                            out_bits=4,
+                            out_block=256,
+                        )
+                        self._calls.append((f"{parts}requantize/{n}", again))
             source, target = torch.randn(n, device=device), torch.empty(n, device=device)
             self._calls.append((f"copy/{n}", lambda s=source, t=target: t.copy_(s)))  # type: ignore[misc]
         for name, call in self._calls:
@@ -312,7 +328,13 @@ class _CodecProbe:
             a, b = means[f"{kind}/{small}"] * 1e9, means[f"{kind}/{large}"] * 1e9
             slope = max(0.0, (b - a) / (large - small))
             found[kind] = {"fixed_ns": max(0.0, a - slope * small), "ns_per_element": slope}
-        return found
+        few, many = (found.pop(f"{parts}requantize") for parts in PARTS)
+        decode = max(0.0, many["ns_per_element"] - few["ns_per_element"]) / (PARTS[1] - PARTS[0])
+        encode = max(0.0, few["ns_per_element"] - PARTS[0] * decode)
+        return found | {
+            "requantize_decode4": {"fixed_ns": 0.0, "ns_per_element": decode},
+            "requantize_encode4": {"fixed_ns": few["fixed_ns"], "ns_per_element": encode},
+        }
 
 
 class _MatmulProbe:

@@ -13,7 +13,7 @@ from ..conf.schema import ClusterConf, ExperimentConf, Precision, Recompute
 from ..policies.comm import CommPolicy
 from ..policies.comm.memory import state_bytes
 from .device import Device, Tally
-from .interpreter import FP32_BYTES, PASSES, Work
+from .interpreter import FP32_BYTES, PASSES, REQUANTIZE, SUM, Work
 from .layers import block_modules, block_work, kernels_of
 from .optimizer import pass_bytes
 from .root_layers import embed_work, head_work
@@ -166,19 +166,26 @@ class Costs:
             return work.amount
         host = self.cluster.host
         if work.kind == "traffic":
-            # a probe times the sum that follows a decoding with it, as one kernel does both
-            fused = work.key == "reduce" and host.codec_ns_per_element
+            probed = work.key == "fused" and bool(host.codec_ns_per_element)  # with the rest of its kernel
             scale = self.codec_scale if work.key in PASSES else 1.0
-            return 0.0 if fused else scale * self._memory_ns(work.amount)
+            return 0.0 if probed else scale * self._memory_ns(work.amount)
         if not work.amount:
             return 0.0
-        for bits in (work.bits, {2: 4, 6: 8}.get(work.bits, work.bits)):
-            key = f"{work.kind}{bits}"
+        for key in self._probed_keys(work):
             if key in host.codec_ns or key in host.codec_ns_per_element:
-                probed = host.codec_ns.get(key, 0) + host.codec_ns_per_element.get(key, 0.0) * work.amount
-                return self.codec_scale * probed
+                each = host.codec_ns_per_element.get(key, 0.0)
+                return self.codec_scale * (host.codec_ns.get(key, 0) + each * work.amount)
+        fused = work.key in (SUM, REQUANTIZE)
         element = FP32_BYTES if work.key else self._experiment.precision.element_bytes
-        return self._memory_ns(work.amount * (element + work.bits / 8)) + self.cluster.device.launch_ns
+        moved = work.amount * (work.bits / 8 + (0 if fused else element))
+        launched = not (fused and work.kind == "encode")  # with the decoding
+        return self._memory_ns(moved) + (self.cluster.device.launch_ns if launched else 0)
+
+    @staticmethod
+    def _probed_keys(work: Work) -> list[str]:
+        """Of `host.codec_ns`, the first that there is. 2 and 6 bits stand for 4 and 8."""
+        keys = [f"{work.kind}{bits}" for bits in (work.bits, {2: 4, 6: 8}.get(work.bits, work.bits))]
+        return [f"{work.key}_{key}" for key in keys] + keys if work.key == REQUANTIZE else keys
 
     @cached_property
     def _layout(self) -> "LayoutCosts":

@@ -31,6 +31,7 @@ from ..policies.plan import (
 from ..policies.wire import encoded_bytes
 
 FP32_BYTES = 4
+SUM, REQUANTIZE = "sum", "requantize"  # what a fused kernel makes of parts that it decodes
 PASSES = ("reorder", "own", "sum")  # local work that is a pass over memory of its own
 
 
@@ -38,7 +39,8 @@ class Work(NamedTuple):
     """Something that takes time on one rank and moves nothing. `costs.Costs` says how long.
 
     kind `encode` or `decode`: `amount` elements of `bits`, to or from the wire's elements; with `key` `fp32`
-    those are in fp32.
+    those are in fp32. A kernel that does several steps in one pass is charged by its steps, of which none reads what
+    the one before it has made: `key` is `sum` (decode, add up) or `requantize` (decode, add up, encode).
     `traffic`: `amount` bytes read and written, as `key` says; those of `PASSES` are what a fused kernel would spare.
     `compute`: `key` is such as "forward/block.0", or "forward/block.0#out" for a part of it. `step`: the
     optimizer's. `fixed`: `amount` nanoseconds.
@@ -119,14 +121,16 @@ class Interpreted:
 class _Value:
     """The tensor between two steps: `parts` times `slices` slices of the same layout.
 
-    `waits`: decoded in one pass with what follows. `wide`: in memory, in fp32.
+    `waits`: decoded in one pass with what follows (SUM or REQUANTIZE). `wide`: in memory, in fp32. `own_bytes`: of
+    slices that were left exact.
     """
 
     slices: int
     parts: int = 1
     encoding: Quantize | None = None
-    waits: bool = False
+    waits: str = ""
     wide: bool = False
+    own_bytes: int = 0
 
 
 def interpret(
@@ -188,7 +192,7 @@ class _Walk:
         plan, pieces = self.plan, self.pieces
         dependencies = plan.dependencies(i)
         self._values[i], whats = self._step(
-            plan.steps[i], self._values[dependencies[-1]] if dependencies else self._start
+            i, plan.steps[i], self._values[dependencies[-1]] if dependencies else self._start
         )
         after = tuple(dict.fromkeys(at for dep in dependencies for at in self._ends[dep]))
         for what in whats:
@@ -199,7 +203,7 @@ class _Walk:
 
     def check_end(self) -> None:
         last = len(self.plan.steps) - 1
-        value = replace(self._values.get(last, self._start), waits=False, wide=False)
+        value = replace(self._values.get(last, self._start), waits="", wide=False)
         slices = self.mesh.num_ranks if self.goal is Goal.gather else 1
         if value != _Value(slices):
             raise ValueError(
@@ -207,7 +211,16 @@ class _Walk:
                 f"with {_describe(_Value(slices))}"
             )
 
-    def _step(self, step: Step, value: _Value) -> tuple[_Value, list[LocalWork | Transfer]]:
+    def _pass(self, i: int) -> str:
+        """What the kernel that begins with step `i`, a Dequantize of several parts, does in its pass."""
+        for _ in range(2):  # Reduce, and what takes its sum
+            following = [j for j in range(i + 1, len(self.plan.steps)) if i in self.plan.dependencies(j)]
+            if len(following) != 1:
+                return SUM
+            i = following[0]
+        return REQUANTIZE if isinstance(self.plan.steps[i], Quantize) else SUM
+
+    def _step(self, i: int, step: Step, value: _Value) -> tuple[_Value, list[LocalWork | Transfer]]:
         elements = value.parts * value.slices * self.numel
         match step:
             case Quantize():
@@ -220,20 +233,31 @@ class _Walk:
                         f"ranks of {step.exact_own!r}"
                     )
                 own = elements // sharers if step.exact_own is not None else 0
-                work = Work("encode", "fp32" if value.wide else "", step.bits, elements - own)
-                return replace(value, encoding=step, wide=False), [LocalWork(f"encode{step.bits}", work)]
+                key = "fp32" if value.wide else value.waits
+                work = Work("encode", key, step.bits, elements - own)
+                wide = bool(value.wide or value.waits)
+                own_bytes = own * (FP32_BYTES if wide else self.element_bytes)
+                after = replace(value, encoding=step, wide=False, waits="", own_bytes=own_bytes)
+                works: list[LocalWork | Transfer] = [LocalWork(f"encode{step.bits}", work)]
+                if own and value.waits:  # sums that stay exact are written
+                    works.append(LocalWork("own", Work("traffic", "fused", 0, own_bytes)))
+                return after, works
             case Dequantize():
                 encoding = value.encoding
                 if encoding is None:
                     raise ValueError(f"plan '{self.plan.describe()}': Dequantize without Quantize")
                 exact = encoding.exact_own
                 own = elements // axis_size(self.mesh, exact) if exact is not None else 0
-                work = Work("decode", "" if step.fused else "fp32", encoding.bits, elements - own)
-                works: list[LocalWork | Transfer] = [LocalWork(f"decode{encoding.bits}", work)]
+                fused = self._pass(i) if step.fused and value.parts > 1 else ""
+                key = fused if step.fused else "fp32"
+                work = Work("decode", key, encoding.bits, elements - own)
+                works = [LocalWork(f"decode{encoding.bits}", work)]
                 if own and not step.fused:
                     moved = own * (self.element_bytes + FP32_BYTES)
                     works.append(LocalWork("own", Work("traffic", "own", 0, moved)))
-                return replace(value, encoding=None, waits=step.fused, wide=not step.fused), works
+                own_bytes = value.own_bytes if fused else 0
+                after = replace(value, encoding=None, waits=fused, wide=not step.fused, own_bytes=own_bytes)
+                return after, works
             case Reduce():
                 self._need(value.encoding is None, step, "quantized data")
                 return self._sum(value)
@@ -263,16 +287,16 @@ class _Walk:
         if value.parts == 1:
             return after, []
         numel = value.slices * self.numel
-        if value.waits:
-            moved = (value.parts + 1) * numel * self.element_bytes
-            return after, [LocalWork("reduce", Work("traffic", "reduce", 0, moved))]
+        if value.waits:  # own parts are read, and a sum that nothing encodes in the same pass is written
+            moved = value.own_bytes + (numel * FP32_BYTES if value.waits == SUM else 0)
+            return replace(after, own_bytes=0), [LocalWork("reduce", Work("traffic", "fused", 0, moved))]
         each = FP32_BYTES if value.wide else self.element_bytes
         moved = value.parts * numel * each + numel * FP32_BYTES
         return replace(after, wide=True), [LocalWork("reduce", Work("traffic", "sum", 0, moved))]
 
     def _collective(self, step: Collective, value: _Value) -> tuple[_Value, list[LocalWork | Transfer]]:
         size = axis_size(self.mesh, step.axis)
-        value = replace(value, waits=False, wide=False)  # as it goes on the wire
+        value = replace(value, waits="", wide=False)  # as it goes on the wire
         self._need(value.parts == 1, step, "parts that no Reduce has added up")
         exact = value.encoding.exact_own if value.encoding is not None else None
         if exact is not None and not (isinstance(step, AllToAll) and step.axis == exact):

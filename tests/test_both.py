@@ -187,7 +187,13 @@ def test_a_probe_serves_later_predictions(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert probed.returncode == 0, probed.stderr
-    source = safe_load(yaml.read_text())["source"]
+    found = safe_load(yaml.read_text())
+    kernels = {"copy", *(f"{kind}{bits}" for kind in ("encode", "decode") for bits in (4, 8))}
+    kernels |= {"requantize_decode4", "requantize_encode4"}
+    for key in ("codec_ns", "codec_ns_per_element"):
+        assert found["host"][key].keys() == kernels
+        assert all(value >= 0 for value in found["host"][key].values())
+    source = found["source"]
     assert re.fullmatch(r"measured by twinbed-probe \(native kernels, .+, ready after \d+\.\d\d s\)", source)
     out = tmp_path / "out"
     done = run(

@@ -212,7 +212,9 @@ class HostConf:
     # a whole collective, by kind and message bytes: "all_gather/world/512"; the simulator takes off what the network
     # needs and has op_ns
     op_measured_ns: dict[str, int] = field(default_factory=dict)
-    codec_ns: dict[str, int] = field(default_factory=dict)  # fixed cost of one codec call: "encode8"
+    # fixed cost of one codec call: "encode8", "decode4"; "requantize_decode4", "requantize_encode4": of the kernel that
+    # decodes, adds up and encodes in one pass
+    codec_ns: dict[str, int] = field(default_factory=dict)
     codec_ns_per_element: dict[str, float] = field(default_factory=dict)  # "encode8", "decode4", ...
     # all codec work of one optimizer step, where it was measured in its place: the simulator scales the two above to
     # it (a probe's buffers are warm, a run's are not)

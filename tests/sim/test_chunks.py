@@ -117,3 +117,33 @@ def test_passes_that_a_fused_kernel_spares_by_hand(run):
     passes = 2 * 4 * 2 * n + (2 * (2 + 4) + 4 * 4 + 2 * 4) * n + (1 * (2 + 4) + 2 * 4 + 4) * n
     difference = apart.result["phases_s"]["quantize"] - fused.result["phases_s"]["quantize"]
     assert difference * 1e9 == pytest.approx(passes, rel=1e-3)
+
+
+def test_a_fused_kernel_reads_and_writes_only_its_ends(run):
+    """n elements of a slice, bf16, 4 bits. Encoding: 2 of 4 slices read and written as codes. First hop: 2 slices of
+    codes and 2 own ones are read, 1 of 2 sums written as codes, the other in fp32. Second hop: 1 slice of codes and
+    that one are read, the sum is written in fp32.
+    """
+    device = DeviceConf(memory_Bps=1e9)  # 1 ns a byte
+    record = run(cluster_device=device)
+    n = (
+        sum(r.payload_bytes for r in record.ledger if r.rank == 0 and r.iteration == 0 and r.axis == "local")
+        / 8
+    )
+    encode, first, second = 2 * (2 + 0.5), 2 * 0.5 + 2 * 2 + 0.5 + 4, 0.5 + 4 + 4
+    assert record.result["phases_s"]["quantize"] * 1e9 == pytest.approx(
+        (encode + first + second) * n, rel=1e-3
+    )
+
+
+def test_a_probed_fused_kernel_is_charged_by_its_own_figures(run):
+    each = {"encode4": 8.0, "decode4": 4.0}
+    fused = each | {"requantize_encode4": 1.0, "requantize_decode4": 0.5}
+    plain, own = (run(cluster_host=HostConf(codec_ns_per_element=figures)) for figures in (each, fused))
+    n = (
+        sum(r.payload_bytes for r in plain.ledger if r.rank == 0 and r.iteration == 0 and r.axis == "local")
+        / 8
+    )
+    spared = 2 * n * 3.5 + n * 7.0  # the first hop decodes 2 slices, and encodes 1
+    difference = plain.result["phases_s"]["quantize"] - own.result["phases_s"]["quantize"]
+    assert difference * 1e9 == pytest.approx(spared, rel=1e-3)
