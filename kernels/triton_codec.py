@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .layout import QMAX, Layout
 from .tiles import Tiles, tiles_of
+from .triton_memory import load_codes, load_planes, load_scales, store_codes, store_planes, store_scales
 
 _STRICT: dict[str, Any] = {"enable_fp_fusion": False}
 
@@ -223,19 +224,19 @@ def _encode_kernel(
     source = row
     if HAS_ORDER:
         source = tl.load(order + row)
-    low, high = _load_planes(x + source * x_stride + start, numel, T, BLOCK, H)
+    low, high = load_planes(x + source * x_stride + start, numel, T, BLOCK, H)
     if HAS_ERROR:
         at = error + row * error_stride + start
-        old_low, old_high = _load_planes(at, numel, T, BLOCK, H)
+        old_low, old_high = load_planes(at, numel, T, BLOCK, H)
         low = low + old_low
         high = high + old_high
     low_codes, high_codes, scale, poisoned = _quantize(low, high, QMAX, T)
-    _store_codes(codes + row * out_stride + codes_at, low_codes, high_codes, numel, BITS, T, BLOCK, H)
-    _store_scales(scales + row * out_stride + tl.load(tile + 3), scale, numel, T, BLOCK)
+    store_codes(codes + row * out_stride + codes_at, low_codes, high_codes, numel, BITS, T, BLOCK, H)
+    store_scales(scales + row * out_stride + tl.load(tile + 3), scale, numel, T, BLOCK)
     if HAS_ERROR:
         new_low = _new_error(old_low, low, low_codes, scale, poisoned, keep, take)
         new_high = _new_error(old_high, high, high_codes, scale, poisoned, keep, take)
-        _store_planes(at, new_low, new_high, numel, T, BLOCK, H)
+        store_planes(at, new_low, new_high, numel, T, BLOCK, H)
 
 
 @triton.jit
@@ -258,14 +259,14 @@ def _decode_kernel(
     numel = tl.multiple_of(tl.load(tile + 1), ALIGN)
     codes_at = tl.multiple_of(tl.load(tile + 2), ALIGN)
     row = tl.program_id(1).to(tl.int64)
-    scale = _load_scales(scales + row * stride + tl.load(tile + 3), numel, T, BLOCK)
-    low, high = _load_codes(codes + row * stride + codes_at, scale, numel, BITS, T, BLOCK, H)
+    scale = load_scales(scales + row * stride + tl.load(tile + 3), numel, T, BLOCK)
+    low, high = load_codes(codes + row * stride + codes_at, scale, numel, BITS, T, BLOCK, H)
     to = out + row * out_stride + start
     if ADD:
-        old_low, old_high = _load_planes(to, numel, T, BLOCK, H)
+        old_low, old_high = load_planes(to, numel, T, BLOCK, H)
         low = old_low + low
         high = old_high + high
-    _store_planes(to, low, high, numel, T, BLOCK, H)
+    store_planes(to, low, high, numel, T, BLOCK, H)
 
 
 @triton.jit
@@ -290,7 +291,7 @@ def _reduce_kernel(
     low, high = _sum(
         messages, stride, count, own + start, codes_at, tl.load(tile + 3), numel, HAS_OWN, BITS, T, BLOCK, H
     )
-    _store_planes(out + start, low, high, numel, T, BLOCK, H)
+    store_planes(out + start, low, high, numel, T, BLOCK, H)
 
 
 @triton.jit
@@ -323,16 +324,16 @@ def _reduce_encode_kernel(
         messages, stride, count, own + start, codes_at, tl.load(tile + 3), numel, HAS_OWN, BITS, T, BLOCK, H
     )
     if HAS_ERROR:
-        old_low, old_high = _load_planes(error + start, numel, T, BLOCK, H)
+        old_low, old_high = load_planes(error + start, numel, T, BLOCK, H)
         low = low + old_low
         high = high + old_high
     low_codes, high_codes, scale, poisoned = _quantize(low, high, QMAX, T)
-    _store_codes(out + out_codes_at, low_codes, high_codes, numel, OUT_BITS, T, BLOCK, H)
-    _store_scales(out + tl.load(tile + 5), scale, numel, T, BLOCK)
+    store_codes(out + out_codes_at, low_codes, high_codes, numel, OUT_BITS, T, BLOCK, H)
+    store_scales(out + tl.load(tile + 5), scale, numel, T, BLOCK)
     if HAS_ERROR:
         new_low = _new_error(old_low, low, low_codes, scale, poisoned, keep, take)
         new_high = _new_error(old_high, high, high_codes, scale, poisoned, keep, take)
-        _store_planes(error + start, new_low, new_high, numel, T, BLOCK, H)
+        store_planes(error + start, new_low, new_high, numel, T, BLOCK, H)
 
 
 @triton.jit
@@ -352,14 +353,14 @@ def _sum(
 ) -> tl.tensor:
     """Own part plus all messages, in order: they never leave the registers."""
     if HAS_OWN:
-        low, high = _load_planes(own, numel, T, BLOCK, H)
+        low, high = load_planes(own, numel, T, BLOCK, H)
     else:
         low = tl.zeros([T, H], tl.float32)
         high = tl.zeros([T, H], tl.float32)
     message = messages
     for _ in range(count):
-        scale = _load_scales(message + scales_at, numel, T, BLOCK)
-        more_low, more_high = _load_codes(message + codes_at, scale, numel, BITS, T, BLOCK, H)
+        scale = load_scales(message + scales_at, numel, T, BLOCK)
+        more_low, more_high = load_codes(message + codes_at, scale, numel, BITS, T, BLOCK, H)
         low = low + more_low
         high = high + more_high
         message += stride
@@ -401,130 +402,3 @@ def _new_error(
     lost = tl.where(poisoned[:, None], 0.0, total) - decoded
     old = tl.where(poisoned[:, None], 0.0, old)
     return keep * old + take * lost
-
-
-@triton.jit
-def _load_planes(
-    at: tl.tensor, numel: tl.tensor, T: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr
-) -> tl.tensor:
-    """Elements [T, H] of the first and of the second halves, fp32; 0 where there are none."""
-    column = tl.arange(0, H)[None, :]
-    first = tl.arange(0, T)[:, None] * BLOCK + column
-    second = first + BLOCK // 2
-    inside = column < BLOCK // 2
-    low = _load_float(at + first, inside & (first < numel))
-    high = _load_float(at + second, inside & (second < numel))
-    return low, high
-
-
-@triton.jit
-def _store_planes(
-    at: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    numel: tl.tensor,
-    T: tl.constexpr,
-    BLOCK: tl.constexpr,
-    H: tl.constexpr,
-) -> None:
-    column = tl.arange(0, H)[None, :]
-    first = tl.arange(0, T)[:, None] * BLOCK + column
-    second = first + BLOCK // 2
-    inside = column < BLOCK // 2
-    _store_float(at + first, low, inside & (first < numel))
-    _store_float(at + second, high, inside & (second < numel))
-
-
-@triton.jit
-def _load_float(at: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """fp32 from fp32, fp16, or bf16 given as int16 (`_words`); 0 where the mask leaves out."""
-    word = tl.load(at, mask=mask, other=0)
-    if at.dtype.element_ty == tl.int16:
-        value = (word.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        value = word.to(tl.float32)
-    return value
-
-
-@triton.jit
-def _store_float(at: tl.tensor, value: tl.tensor, mask: tl.tensor) -> None:
-    if at.dtype.element_ty == tl.int16:
-        bits = value.to(tl.int32, bitcast=True)
-        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # ties to even
-        tl.store(at, tl.where(value != value, 0x7FC0, nearest).to(tl.int16), mask=mask)
-    else:
-        tl.store(at, value.to(at.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _load_codes(
-    at: tl.tensor,
-    scale: tl.tensor,
-    numel: tl.tensor,
-    BITS: tl.constexpr,
-    T: tl.constexpr,
-    BLOCK: tl.constexpr,
-    H: tl.constexpr,
-) -> tl.tensor:
-    """Decoded planes [T, H], fp32."""
-    block = tl.arange(0, T)[:, None]
-    column = tl.arange(0, H)[None, :]
-    present = (column < BLOCK // 2) & (block * BLOCK < numel)
-    if BITS == 8:
-        low = tl.load(at + block * BLOCK + column, mask=present, other=0).to(tl.int32) << 24
-        high = tl.load(at + block * BLOCK + BLOCK // 2 + column, mask=present, other=0).to(tl.int32) << 24
-        low = low >> 24
-        high = high >> 24
-    else:
-        both = tl.load(at + block * (BLOCK // 2) + column, mask=present, other=0).to(tl.int32)
-        low = (both << 28) >> 28
-        high = (both << 24) >> 28
-    return low.to(tl.float32) * scale[:, None], high.to(tl.float32) * scale[:, None]
-
-
-@triton.jit
-def _store_codes(
-    at: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    numel: tl.tensor,
-    BITS: tl.constexpr,
-    T: tl.constexpr,
-    BLOCK: tl.constexpr,
-    H: tl.constexpr,
-) -> None:
-    block = tl.arange(0, T)[:, None]
-    column = tl.arange(0, H)[None, :]
-    present = (column < BLOCK // 2) & (block * BLOCK < numel)
-    if BITS == 8:
-        tl.store(at + block * BLOCK + column, (low & 0xFF).to(tl.uint8), mask=present)
-        tl.store(at + block * BLOCK + BLOCK // 2 + column, (high & 0xFF).to(tl.uint8), mask=present)
-    else:
-        both = (low & 15) | ((high & 15) << 4)
-        tl.store(at + block * (BLOCK // 2) + column, both.to(tl.uint8), mask=present)
-
-
-@triton.jit
-def _load_scales(at: tl.tensor, numel: tl.tensor, T: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    """Scales [T], fp32, byte by byte: they follow the codes, so at any address."""
-    block = tl.arange(0, T)
-    present = block * BLOCK < numel
-    byte = at + 4 * block
-    bits = tl.load(byte, mask=present, other=0).to(tl.int32)
-    bits = bits | (tl.load(byte + 1, mask=present, other=0).to(tl.int32) << 8)
-    bits = bits | (tl.load(byte + 2, mask=present, other=0).to(tl.int32) << 16)
-    bits = bits | (tl.load(byte + 3, mask=present, other=0).to(tl.int32) << 24)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _store_scales(
-    at: tl.tensor, bits: tl.tensor, numel: tl.tensor, T: tl.constexpr, BLOCK: tl.constexpr
-) -> None:
-    block = tl.arange(0, T)
-    present = block * BLOCK < numel
-    byte = at + 4 * block
-    tl.store(byte, (bits & 0xFF).to(tl.uint8), mask=present)
-    tl.store(byte + 1, ((bits >> 8) & 0xFF).to(tl.uint8), mask=present)
-    tl.store(byte + 2, ((bits >> 16) & 0xFF).to(tl.uint8), mask=present)
-    tl.store(byte + 3, ((bits >> 24) & 0xFF).to(tl.uint8), mask=present)
