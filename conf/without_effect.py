@@ -147,10 +147,12 @@ def _of_the_optimizer(optimizer: OptimizerConf) -> list[Reader]:
     both = (("lamb", "lars"), "optimizer=lamb or lars")
     readers: dict[str, tuple[tuple[str, ...], str]] = {
         "momentum": (("sgd", "lars"), "optimizer=sgd or lars"),
-        **dict.fromkeys(("bias_correction", "max_norm", "min_norm", "decay_in_ratio"), lamb),
+        "eps": (("adamw", "lamb", "lars"), "optimizer=adamw, lamb or lars"),
+        **dict.fromkeys(("bias_correction", "max_norm", "min_norm"), lamb),
         **dict.fromkeys(("eeta", "clip"), lars),
         **dict.fromkeys(("max_coeff", "min_coeff", "exclude_1d"), both),
     }
+    decays = optimizer.name == "lamb" and optimizer.weight_decay > 0
     corrects = optimizer.name == "lamb" and optimizer.bias_correction
     sums = optimizer.name == "lars" and optimizer.momentum > 0
     return [
@@ -165,6 +167,20 @@ def _of_the_optimizer(optimizer: OptimizerConf) -> list[Reader]:
             for key in fields(OptimizerConf)
             if key.name in readers
             for names, needs in [readers[key.name]]
+        ),
+        (
+            "optimizer.betas",
+            list(optimizer.betas),
+            [0.9, 0.95],
+            optimizer.name in ("adamw", "lamb"),
+            "optimizer=adamw or lamb",
+        ),
+        (
+            "optimizer.decay_in_ratio",
+            optimizer.decay_in_ratio,
+            True,
+            decays,
+            "optimizer=lamb and optimizer.weight_decay",
         ),
         (
             "optimizer.correction",

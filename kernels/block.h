@@ -9,6 +9,7 @@
 #include <cfloat>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 namespace {
 
@@ -40,6 +41,7 @@ inline float float_of(uint32_t u) {
 
 struct Float32 {
   using Word = float;
+  static constexpr float kBound = std::numeric_limits<float>::infinity();  // nothing above it is stored as an error
   static float load(float v) { return v; }
   static float store(float v) { return v; }
   static float absmax(const float* x, int64_t n) {
@@ -63,6 +65,7 @@ inline int16_t absmax16(const uint16_t* x, int64_t n) {
 
 struct BFloat16 {
   using Word = uint16_t;
+  static constexpr float kBound = std::numeric_limits<float>::infinity();
   static float load(uint16_t v) { return float_of(static_cast<uint32_t>(v) << 16); }
   static uint16_t store(float v) {  // nearest even; the NaN that we write keeps its quiet bit
     const uint32_t u = bits_of(v);
@@ -75,6 +78,7 @@ struct BFloat16 {
 // (measured: 20 times slower). After F. Giesen, "half to float done quick" and "float to half" (public domain).
 struct Float16 {
   using Word = uint16_t;
+  static constexpr float kBound = 65504.0f;
   static float load(uint16_t v) {
     const uint32_t magnitude = static_cast<uint32_t>(v & 0x7fffu) << 13;
     const uint32_t exponent = magnitude & 0x0f800000u;

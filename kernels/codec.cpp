@@ -219,10 +219,14 @@ struct Feedback {  // none: at is null
     if (dtype == kFloat16) add_error<Float16>(static_cast<const uint16_t*>(at) + start, n, sum);
   }
 
+  // What does not fit in an fp16 error becomes its largest number: Inf would never go away.
   template <class E>
   void move(typename E::Word* __restrict error, const float* __restrict sum, const float* __restrict decoded,
             int64_t n) const {
-    for (int64_t i = 0; i < n; ++i) error[i] = E::store(keep * E::load(error[i]) + take * (sum[i] - decoded[i]));
+    for (int64_t i = 0; i < n; ++i) {
+      const float moved = keep * E::load(error[i]) + take * (sum[i] - decoded[i]);
+      error[i] = E::store(moved > E::kBound ? E::kBound : moved < -E::kBound ? -E::kBound : moved);
+    }
   }
 
   // The new error of one block. A block that holds NaN or Inf starts anew, or it would never recover.

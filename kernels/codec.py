@@ -1,8 +1,9 @@
 """Block quantization of tensors, and the messages that collectives send: one function each for all backends.
 
 Symmetric: a block's scale is absmax / qmax (fp32; qmax = 127, 31, 7, 1 for 8, 6, 4, 2 bits), its codes are
-x / scale rounded to the nearest, ties to even. So the error is at most half a step, zero stays zero, and a
-block of zeros gives zeros. A block that holds NaN or Inf reads back as NaN throughout, so that it is noticed.
+x / scale rounded to the nearest, ties to even. So the error is at most half a step (in a block of denormals, whose
+scale is rounded to one itself, at most its largest value), zero stays zero, and a block of zeros gives zeros. A block
+that holds NaN or Inf reads back as NaN throughout, so that it is noticed.
 (DeepSpeed divides by absmax / 8 at 4 bits and clips +absmax to 7: there the largest value errs by a step.)
 
 8 and 4 bits run natively on a CPU (codec.cpp) and in Triton on a GPU (triton_codec.py), the rest in plain
@@ -87,6 +88,10 @@ def dequantize_blocks(
         raise ValueError(
             f"{codes.numel()} bytes of codes and {scales.numel()} scales do not fit numel={numel}, "
             f"bits={bits}, block={block}: that takes {expected[0]} and {expected[1]}"
+        )
+    if codes.dtype not in (torch.int8, torch.uint8):
+        raise ValueError(
+            f"codes are {codes.dtype}; they must be int8 or uint8, as quantize_blocks returned them"
         )
     _check_dtype(dtype)
     packed, scales = codes.contiguous().view(torch.uint8), scales.float().contiguous()
@@ -359,10 +364,16 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 def error_rows(error: Tensor, rows: int, numel: int) -> Tensor:
     view = error if error.dim() == 2 else error[None]
-    fits = view.shape == (rows, numel) and error.dtype in DTYPES and (numel <= 1 or view.stride(-1) == 1)
+    apart = rows <= 1 or not numel or view.stride(0) >= numel
+    fits = (
+        view.shape == (rows, numel)
+        and error.dtype in DTYPES
+        and (numel <= 1 or view.stride(-1) == 1)
+        and apart
+    )
     if not fits:
         raise ValueError(
             f"error is {error.dtype} {tuple(error.shape)} with strides {error.stride()}; it must be [{rows}, {numel}]"
-            f"{f' or [{numel}]' if rows == 1 else ''}, one of {[str(d) for d in DTYPES]}, last stride 1"
+            f"{f' or [{numel}]' if rows == 1 else ''}, one of {[str(d) for d in DTYPES]}, last stride 1, rows apart"
         )
     return view.detach()

@@ -24,7 +24,7 @@ _WORDS = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 
 
 def pruned_matmul(x_MK: Tensor, w_KN: Tensor, kept: tuple[int, ...], *, reference: bool = False) -> Tensor:
-    """The product over the kept columns, with gradients for `x_MK` and `w_KN`.
+    """The product over the kept columns, with gradients for `x_MK` and `w_KN`; these have none of their own.
 
     Args:
         x_MK: [..., K], fp32, bf16 or fp16.
@@ -35,16 +35,21 @@ def pruned_matmul(x_MK: Tensor, w_KN: Tensor, kept: tuple[int, ...], *, referenc
     Returns:
         [..., N].
     """
-    K = x_MK.shape[-1]
+    K = x_MK.shape[-1] if x_MK.dim() else -1
     if w_KN.dim() != 2 or w_KN.shape[0] != K or w_KN.dtype != x_MK.dtype or x_MK.dtype not in _WORDS:
         raise ValueError(
             f"x is {x_MK.dtype} {tuple(x_MK.shape)} and w {w_KN.dtype} {tuple(w_KN.shape)}; they must be [..., K] and "
             f"[K, N] of one dtype, one of {[str(known) for known in _WORDS]}"
         )
-    indices = _indices(kept, K, x_MK.device)
+    indices = _indices(tuple(kept), K, x_MK.device)
     if reference:
         return x_MK.index_select(-1, indices.kept) @ w_KN.index_select(0, indices.kept)
-    product: Tensor = _PrunedMatmul.apply(x_MK.reshape(math.prod(x_MK.shape[:-1]), K), w_KN, indices)  # type: ignore[no-untyped-call]
+    device = x_MK.device.type
+    if torch.is_autocast_enabled(device):  # as `@` does
+        x_MK, w_KN = (t.to(torch.get_autocast_dtype(device)) for t in (x_MK, w_KN))
+    x_2d = x_MK.reshape(math.prod(x_MK.shape[:-1]), K)
+    with torch.autocast(device, enabled=False):
+        product: Tensor = _PrunedMatmul.apply(x_2d, w_KN, indices)  # type: ignore[no-untyped-call]
     return product.view(*x_MK.shape[:-1], w_KN.shape[1])
 
 
@@ -63,6 +68,8 @@ class _Indices:
 @lru_cache(maxsize=1024)
 def _indices(kept: tuple[int, ...], columns: int, device: torch.device) -> _Indices:
     for index in kept:
+        if not isinstance(index, int):
+            raise ValueError(f"kept names column {index!r}: must be whole numbers")
         if not 0 <= index < columns:
             raise ValueError(f"kept names column {index}, but x has {columns}")
     if len(set(kept)) != len(kept):
@@ -86,6 +93,12 @@ class _PrunedMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        if (
+            torch.is_grad_enabled()
+        ):  # the kernels leave no graph: what is differentiated again would lack a part
+            raise RuntimeError(
+                "pruned_matmul has no second derivative (create_graph=True); reference=True has one"
+            )
         (dy_MN,) = gradients
         indices = ctx.indices
         x, w = ctx.saved_tensors

@@ -47,7 +47,7 @@ def dequantize_reduce(
         out: fp32 [n], contiguous; may be `own`.
 
     Returns:
-        fp32 [n]; blocks with NaN or Inf in any part are NaN or Inf.
+        fp32 [n]; blocks with NaN or Inf in any message are NaN, and elements with one in `own` NaN or Inf.
     """
     layout = layout_of(segments, bits=bits, block=block)
     messages = messages_of(bufs, layout)

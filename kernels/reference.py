@@ -16,6 +16,7 @@ from .layout import QMAX, Layout, code_bytes, num_blocks, padded_numel, wire_byt
 TINY, LIFT = 2.0**-60, 2.0**64
 # Largest magnitude that a scale is taken from, so that qmax * scale stays finite: FLT_MAX (1 - 2^-22).
 LARGEST = float.fromhex("0x1.fffff8p127")
+FLOAT16_MAX = 65504.0
 
 
 def quantize(x_Rn: Tensor, *, bits: int, block: int) -> tuple[Tensor, Tensor]:
@@ -67,12 +68,17 @@ def encode(x_Rn: Tensor, layout: Layout, out_Rw: Tensor) -> None:
 
 
 def encode_corrected(x_Rn: Tensor, layout: Layout, out_Rw: Tensor, errors_Rn: Tensor, beta: float) -> None:
-    """`encode` of x + errors; errors become beta * errors + (1 - beta) * what was lost, 0 where that is NaN or Inf."""
+    """`encode` of x + errors; errors become beta * errors + (1 - beta) * what was lost, 0 in a poisoned block."""
     total_Rn = x_Rn.float() + errors_Rn.float()
     encode(total_Rn, layout, out_Rw)
     decoded = decode(out_Rw, layout)
     moved = beta * errors_Rn.float() + (1.0 - beta) * (total_Rn - decoded)
-    errors_Rn.copy_(moved.masked_fill(decoded.isnan(), 0.0))
+    moved = moved.masked_fill(decoded.isnan(), 0.0)
+    if (
+        errors_Rn.dtype == torch.float16
+    ):  # an error that does not fit must not become Inf, which never goes away
+        moved = moved.clamp(-FLOAT16_MAX, FLOAT16_MAX)
+    errors_Rn.copy_(moved)
 
 
 def decode(messages_Rw: Tensor, layout: Layout) -> Tensor:

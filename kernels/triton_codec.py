@@ -34,6 +34,7 @@ _LIFT = tl.constexpr(2.0**64)
 _LARGEST = tl.constexpr(float.fromhex("0x1.fffff8p127"))
 _INFINITE = tl.constexpr(0x7F800000)  # bits of Inf: NaN is above, every finite magnitude below
 _QUIET_NAN = tl.constexpr(0x7FC00000)
+_FLOAT16_MAX = tl.constexpr(65504.0)
 
 
 # ---- what codec.py, reduce.py and feedback.py call ----
@@ -236,6 +237,9 @@ def _encode_kernel(
     if HAS_ERROR:
         new_low = _new_error(old_low, low, low_codes, scale, poisoned, keep, take)
         new_high = _new_error(old_high, high, high_codes, scale, poisoned, keep, take)
+        if error.dtype.element_ty == tl.float16:
+            new_low = tl.minimum(tl.maximum(new_low, -_FLOAT16_MAX), _FLOAT16_MAX)
+            new_high = tl.minimum(tl.maximum(new_high, -_FLOAT16_MAX), _FLOAT16_MAX)
         store_planes(at, new_low, new_high, numel, T, BLOCK, H)
 
 
@@ -333,6 +337,9 @@ def _reduce_encode_kernel(
     if HAS_ERROR:
         new_low = _new_error(old_low, low, low_codes, scale, poisoned, keep, take)
         new_high = _new_error(old_high, high, high_codes, scale, poisoned, keep, take)
+        if error.dtype.element_ty == tl.float16:
+            new_low = tl.minimum(tl.maximum(new_low, -_FLOAT16_MAX), _FLOAT16_MAX)
+            new_high = tl.minimum(tl.maximum(new_high, -_FLOAT16_MAX), _FLOAT16_MAX)
         store_planes(error + start, new_low, new_high, numel, T, BLOCK, H)
 
 

@@ -98,25 +98,34 @@ def quantize(value: Plain | Sum, step: Quantize, codec: Codec, *, size: int, ind
 
 
 def _requantize(terms: Coded, codec: Codec, rows: list[int], kept: range) -> tuple[Tensor, Tensor | None]:
-    """Decode, add and encode slice by slice, without the sum in memory."""
+    """Decode, add and encode in one pass for each run of slices, without the sum in memory."""
     source, width = terms.codec, terms.codec.wire_bytes
-    messages = torch.empty(len(rows), codec.wire_bytes, dtype=torch.uint8, device=terms.messages.device)
+    device = terms.messages.device
+    messages = torch.empty(len(rows), codec.wire_bytes, dtype=torch.uint8, device=device)
 
-    def term(i: int) -> tuple[Tensor, Tensor | None]:
-        return terms.messages[:, i * width : (i + 1) * width], None if terms.own is None else terms.own[i]
+    def run(begin: int, end: int) -> tuple[Tensor, Tensor | None]:
+        own = None if terms.own is None else terms.own[begin:end].reshape(-1)
+        return terms.messages[:, begin * width : end * width], own
 
-    for message, i in zip(messages, rows, strict=True):
+    filled = 0
+    for begin, end in ((0, kept.start), (kept.stop, terms.slices)) if kept else ((0, terms.slices),):
+        if begin == end:
+            continue
+        out = messages[filled : filled + end - begin].view(-1)
+        filled += end - begin
+        several, results = source.times(end - begin), codec.times(end - begin)
         if codec.segments == source.segments:
             dequantize_reduce_quantize(
-                *term(i), **source.options, out_bits=codec.bits, out_block=codec.block, out=message
+                *run(begin, end), **several.options, out_bits=codec.bits, out_block=codec.block, out=out
             )
         else:
-            encode_segments(dequantize_reduce(*term(i), **source.options), **codec.options, out=message)
+            encode_segments(
+                dequantize_reduce(*run(begin, end), **several.options), **results.options, out=out
+            )
     if not kept:
         return messages, None
-    own = torch.empty(len(kept), sum(source.segments), device=terms.messages.device)
-    for total, i in zip(own, kept, strict=True):
-        dequantize_reduce(*term(i), **source.options, out=total)
+    own = torch.empty(len(kept), sum(source.segments), device=device)
+    dequantize_reduce(*run(kept.start, kept.stop), **source.times(len(kept)).options, out=own.view(-1))
     return messages, own
 
 

@@ -166,7 +166,10 @@ class Costs:
             return work.amount
         host = self.cluster.host
         if work.kind == "traffic":
-            probed = work.key == "fused" and bool(host.codec_ns_per_element)  # with the rest of its kernel
+            kernel = Work("decode", REQUANTIZE, work.bits)
+            probed = work.key == "fused" and any(
+                key in host.codec_ns_per_element for key in self._probed_keys(kernel)
+            )  # then it was measured with the rest of its kernel
             scale = self.codec_scale if work.key in PASSES else 1.0
             return 0.0 if probed else scale * self._memory_ns(work.amount)
         if not work.amount:

@@ -131,6 +131,7 @@ class _Value:
     waits: str = ""
     wide: bool = False
     own_bytes: int = 0
+    bits: int = 0  # of what waits
 
 
 def interpret(
@@ -203,7 +204,8 @@ class _Walk:
 
     def check_end(self) -> None:
         last = len(self.plan.steps) - 1
-        value = replace(self._values.get(last, self._start), waits="", wide=False)
+        value = self._values.get(last, self._start)
+        value = _Value(value.slices, value.parts, value.encoding)
         slices = self.mesh.num_ranks if self.goal is Goal.gather else 1
         if value != _Value(slices):
             raise ValueError(
@@ -237,10 +239,10 @@ class _Walk:
                 work = Work("encode", key, step.bits, elements - own)
                 wide = bool(value.wide or value.waits)
                 own_bytes = own * (FP32_BYTES if wide else self.element_bytes)
-                after = replace(value, encoding=step, wide=False, waits="", own_bytes=own_bytes)
+                after = replace(value, encoding=step, wide=False, waits="", own_bytes=own_bytes, bits=0)
                 works: list[LocalWork | Transfer] = [LocalWork(f"encode{step.bits}", work)]
                 if own and value.waits:  # sums that stay exact are written
-                    works.append(LocalWork("own", Work("traffic", "fused", 0, own_bytes)))
+                    works.append(LocalWork("own", Work("traffic", "fused", value.bits, own_bytes)))
                 return after, works
             case Dequantize():
                 encoding = value.encoding
@@ -256,7 +258,9 @@ class _Walk:
                     moved = own * (self.element_bytes + FP32_BYTES)
                     works.append(LocalWork("own", Work("traffic", "own", 0, moved)))
                 own_bytes = value.own_bytes if fused else 0
-                after = replace(value, encoding=None, waits=fused, wide=not step.fused, own_bytes=own_bytes)
+                bits = encoding.bits if fused else 0
+                wide = not step.fused
+                after = replace(value, encoding=None, waits=fused, wide=wide, own_bytes=own_bytes, bits=bits)
                 return after, works
             case Reduce():
                 self._need(value.encoding is None, step, "quantized data")
@@ -289,14 +293,16 @@ class _Walk:
         numel = value.slices * self.numel
         if value.waits:  # own parts are read, and a sum that nothing encodes in the same pass is written
             moved = value.own_bytes + (numel * FP32_BYTES if value.waits == SUM else 0)
-            return replace(after, own_bytes=0), [LocalWork("reduce", Work("traffic", "fused", 0, moved))]
+            return replace(after, own_bytes=0), [
+                LocalWork("reduce", Work("traffic", "fused", value.bits, moved))
+            ]
         each = FP32_BYTES if value.wide else self.element_bytes
         moved = value.parts * numel * each + numel * FP32_BYTES
         return replace(after, wide=True), [LocalWork("reduce", Work("traffic", "sum", 0, moved))]
 
     def _collective(self, step: Collective, value: _Value) -> tuple[_Value, list[LocalWork | Transfer]]:
         size = axis_size(self.mesh, step.axis)
-        value = replace(value, waits="", wide=False)  # as it goes on the wire
+        value = replace(value, waits="", wide=False, bits=0)  # as it goes on the wire
         self._need(value.parts == 1, step, "parts that no Reduce has added up")
         exact = value.encoding.exact_own if value.encoding is not None else None
         if exact is not None and not (isinstance(step, AllToAll) and step.axis == exact):

@@ -201,6 +201,16 @@ class PartConf:
         require(self.nodes >= 1, "cluster.parts.nodes", self.nodes, ">= 1")
 
 
+CODEC_KERNELS = (
+    "copy",
+    *(
+        f"{kernel}{bits}"
+        for kernel in ("encode", "decode", "requantize_encode", "requantize_decode")
+        for bits in (2, 4, 6, 8)
+    ),
+)
+
+
 @dataclass(kw_only=True)
 class HostConf:
     """Costs that a probe measures on a CPU cluster, where ranks share cores and codecs are not free."""
@@ -235,6 +245,11 @@ class HostConf:
         require(self.cores >= 0, "cluster.host.cores", self.cores, ">= 0")
         for key in ("step_cores", "copy_ns"):
             require(getattr(self, key) >= 0, f"cluster.host.{key}", getattr(self, key), ">= 0")
+        for key in ("codec_ns", "codec_ns_per_element"):
+            for kernel, value in getattr(self, key).items():
+                known = kernel in CODEC_KERNELS
+                require(known, f"cluster.host.{key}", kernel, f"made of {list(CODEC_KERNELS)}")
+                require(value >= 0, f"cluster.host.{key}.{kernel}", value, ">= 0")
         require(self.pcie_ranks >= 1, "cluster.host.pcie_ranks", self.pcie_ranks, ">= 1")
         for key in ("core_Bps", "pageable_Bps"):
             require(getattr(self, key) > 0, f"cluster.host.{key}", getattr(self, key), "> 0")

@@ -98,8 +98,9 @@ class OptimizerConf:
         require(self.name in OPTIMIZERS, "optimizer.name", self.name, f"one of {list(OPTIMIZERS)}")
         for key in ("lr", "eeta"):
             require(getattr(self, key) > 0, f"optimizer.{key}", getattr(self, key), "> 0")
-        for key in ("eps", "weight_decay", "momentum", "min_coeff", "min_norm"):
+        for key in ("eps", "weight_decay", "min_coeff", "min_norm"):
             require(getattr(self, key) >= 0, f"optimizer.{key}", getattr(self, key), ">= 0")
+        require(0 <= self.momentum < 1, "optimizer.momentum", self.momentum, "in [0, 1)")
         for least, most in (("min_coeff", "max_coeff"), ("min_norm", "max_norm")):
             low, high = getattr(self, least), getattr(self, most)
             require(high is None or high > 0, f"optimizer.{most}", high, "> 0 or null")

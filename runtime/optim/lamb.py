@@ -68,12 +68,12 @@ class Lamb(TrustRatioOptimizer):
         exclude_1d: bool = True,
         all_reduce: AllReduce = all_reduce,
     ) -> None:
-        check_argument(lr >= 0, "lr", lr, ">= 0")
+        check_argument(0 <= lr < math.inf, "lr", lr, ">= 0 and finite")
         check_argument(
             len(betas) == 2 and all(0 <= b < 1 for b in betas), "betas", betas, "two numbers in [0, 1)"
         )
         check_argument(eps >= 0, "eps", eps, ">= 0")
-        check_argument(weight_decay >= 0, "weight_decay", weight_decay, ">= 0")
+        check_argument(0 <= weight_decay < math.inf, "weight_decay", weight_decay, ">= 0 and finite")
         check_argument(correction in CORRECTIONS, "correction", correction, f"one of {list(CORRECTIONS)}")
         check_bounds(min_coeff, max_coeff, names=("min_coeff", "max_coeff"))
         check_bounds(min_norm, max_norm, names=("min_norm", "max_norm"))

@@ -1,5 +1,6 @@
 """LARS: SGD whose steps are as long as the weights, parameter by parameter (You, Gitman and Ginsburg 2017)."""
 
+from math import inf
 from typing import Any, Final, Literal
 
 import torch
@@ -20,7 +21,7 @@ class Lars(TrustRatioOptimizer):
 
     Variants in use, by their arguments:
 
-    * the paper (Algorithm 1), MLPerf's and SimCLR's first form: the defaults;
+    * the paper (Algorithm 1) and MLPerf: the defaults;
     * timm, lightning-bolts: `momentum_order="after_ratio"`, and apex's LARC with `clip=True` as well;
     * Colossal-AI's Lars: `momentum_order="before_rate", max_coeff=50, exclude_1d=False`, without its bound of 10
       on each element.
@@ -32,8 +33,8 @@ class Lars(TrustRatioOptimizer):
         weight_decay: As above.
         eeta: Trust coefficient.
         eps: As above.
-        clip: r at most 1 / lr, so that the local rate eeta |w| / (...) bounds the rate and does not multiply it
-            (LARC); lr is then the most.
+        clip: r is divided by lr and at most 1, so that the local rate eeta |w| / (...) bounds the rate and does not
+            multiply it (LARC); lr is then the most. `min_coeff` and `max_coeff` bound what comes out.
         momentum_order: What v sums up. "after_rate": steps, as above. "after_ratio": r (g + weight_decay w), and
             w <- w - lr v: another lr changes earlier gradients as well. "before_rate": g + weight_decay w, and
             w <- w - lr r v: so does another r.
@@ -62,9 +63,9 @@ class Lars(TrustRatioOptimizer):
         exclude_1d: bool = True,
         all_reduce: AllReduce = all_reduce,
     ) -> None:
-        check_argument(lr >= 0, "lr", lr, ">= 0")
-        check_argument(momentum >= 0, "momentum", momentum, ">= 0")
-        check_argument(weight_decay >= 0, "weight_decay", weight_decay, ">= 0")
+        check_argument(0 <= lr < inf, "lr", lr, ">= 0 and finite")
+        check_argument(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
+        check_argument(0 <= weight_decay < inf, "weight_decay", weight_decay, ">= 0 and finite")
         check_argument(eeta > 0, "eeta", eeta, "> 0")
         check_argument(eps >= 0, "eps", eps, ">= 0")
         known = momentum_order in MOMENTUM_ORDERS
@@ -92,8 +93,10 @@ class Lars(TrustRatioOptimizer):
 
     def _ratios(self, group: dict[str, Any], weights: Tensor, directions: Tensor) -> Tensor:
         below = directions.add(weights, alpha=group["weight_decay"]).add(group["eps"])
-        ratios = weights.mul(group["eeta"]).div(below).clamp(group["min_coeff"], group["max_coeff"])
-        return (ratios / group["lr"]).clamp(max=1.0) if group["clip"] else ratios
+        ratios = weights.mul(group["eeta"]).div(below)
+        if group["clip"]:
+            ratios = (ratios / group["lr"]).clamp(max=1.0)
+        return ratios.clamp(group["min_coeff"], group["max_coeff"])
 
     def _move(self, part: Part, directions: list[Tensor], ratios: list[float]) -> None:
         group, lr, order = part.group, part.group["lr"], part.group["momentum_order"]

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import Any, overload
 
 import torch
@@ -192,7 +193,7 @@ def check_argument(ok: bool, name: str, value: object, legal: str) -> None:
 
 def check_bounds(low: float, high: float | None, *, names: tuple[str, str]) -> None:
     """Of a ratio or a norm: 0 <= low <= high; None: no upper one."""
-    check_argument(low >= 0, names[0], low, ">= 0")
+    check_argument(0 <= low < inf, names[0], low, ">= 0 and finite")
     if high is not None:
         check_argument(high > 0, names[1], high, "> 0 or None")
         check_argument(low <= high, names[0], low, f"<= {names[1]}={high}")

@@ -51,7 +51,16 @@ def test_a_resolved_experiment_comes_back_whole() -> None:
         (["model=bert_large"], r"of family bert cannot be trained here \(target=both\)"),
         (["train.resume_from=/no/such"], "train.resume_from='/no/such': no such checkpoint folder"),
         (["optimizer.name=lion"], "optimizer.name='lion': must be one of"),
-        (["optimizer=sgd", "optimizer.momentum=-1"], r"optimizer.momentum=-1.0: must be >= 0"),
+        (["optimizer=sgd", "optimizer.momentum=-1"], r"optimizer.momentum=-1.0: must be in \[0, 1\)"),
+        (["optimizer=lars", "optimizer.momentum=9"], r"optimizer.momentum=9.0: must be in \[0, 1\)"),
+        (
+            ["+cluster.host.codec_ns.requantise_encode4=5"],
+            "cluster.host.codec_ns='requantise_encode4': must be made of",
+        ),
+        (
+            ["+cluster.host.codec_ns_per_element.encode4=-5"],
+            "cluster.host.codec_ns_per_element.encode4=-5.0: must be >= 0",
+        ),
         (["optimizer.eps=-1e-8"], r"optimizer.eps=-1e-08: must be >= 0"),
         (["optimizer.weight_decay=-0.1"], r"optimizer.weight_decay=-0.1: must be >= 0"),
         (["seed=9223372036854775808"], r"seed=9223372036854775808: must be in \[0, 9223372036854775807\]"),
@@ -90,6 +99,18 @@ def test_global_sequences_give_the_accumulation() -> None:
         (["comm=hpz", "comm.gradient_path=ring"], "comm.gradient_path=ring has no effect without"),
         (["comm=zero3", "comm.hpz_lifetime=step"], "comm.hpz_lifetime=step has no effect without hpZ"),
         (["optimizer.momentum=0.9"], "optimizer.momentum=0.9 has no effect without optimizer=sgd"),
+        (
+            ["optimizer=sgd", "optimizer.eps=1e-3"],
+            "optimizer.eps=0.001 has no effect without optimizer=adamw",
+        ),
+        (
+            ["optimizer=lars", "optimizer.betas=[0.8,0.99]"],
+            "optimizer.betas=[0.8, 0.99] has no effect without",
+        ),
+        (
+            ["optimizer=lamb", "optimizer.weight_decay=0", "optimizer.decay_in_ratio=false"],
+            "optimizer.decay_in_ratio=False has no effect without optimizer=lamb and optimizer.weight_decay",
+        ),
         (
             ["target=sim", "recompute=selective"],
             "recompute=selective has no effect without kernels.attention=unfused",

@@ -141,6 +141,16 @@ def test_a_poisoned_block_starts_anew():
     assert decode(again, bits=4, block=256, numel=700).isfinite().all()
 
 
+@pytest.mark.parametrize("reference", [False, True])
+def test_an_error_too_large_for_fp16_stays_finite(reference):
+    x, error = torch.tensor([1e7, 3e6, 2e6, 1.3e6]), torch.zeros(4, dtype=torch.float16)
+    options = {"segments": (4,), "bits": 4, "block": 4}
+    for _ in range(3):
+        message = encode_with_feedback(x, error, **options, beta=0.0, reference=reference)
+        assert decode(message, bits=4, block=4, numel=4).isfinite().all()
+    assert error.abs().max() == 65504
+
+
 def test_the_ranks_buffers_together_hold_each_error_once():
     """The sum between the hops of a hierarchical reduce-scatter, 2 nodes x 2: shards equal one buffer over all."""
     nodes, local, n = 2, 2, 300

@@ -92,3 +92,24 @@ def test_wrong_input_is_named():
         pruned_matmul(x, w[:7], (0,))
     with pytest.raises(ValueError, match="one dtype"):
         pruned_matmul(x, w.double(), (0,))
+    with pytest.raises(ValueError, match="whole numbers"):
+        pruned_matmul(x, w, (1.5,))  # type: ignore[arg-type]
+
+
+def test_a_second_derivative_is_an_error_and_no_wrong_number():
+    x, w = torch.randn(3, 8, requires_grad=True), torch.randn(8, 5, requires_grad=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(pruned_matmul(x, w, (6, 1, 3)).pow(3).sum(), x, create_graph=True)
+
+
+def test_under_autocast_it_does_what_a_matmul_does():
+    x, w = torch.randn(3, 8, requires_grad=True), torch.randn(8, 5, requires_grad=True)
+    found = []
+    for reference in (False, True):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = pruned_matmul(x, w, (6, 1, 3), reference=reference)
+        found.append((y.detach(), *torch.autograd.grad(y.sum(), (x, w))))
+    assert found[0][0].dtype == torch.bfloat16
+    for ours, plain in zip(*found, strict=True):
+        assert ours.dtype == plain.dtype
+        torch.testing.assert_close(ours, plain, atol=2e-2, rtol=2e-2)

@@ -98,9 +98,10 @@ def cases(model: tuple[str, ...], nodes: int, per_node: int) -> dict[str, tuple[
         "warmup_steps=0",
         "comm=zeropp",
     )
+    few = (nodes, per_node) != (2, 2)  # what the shape of the cluster changes
     found = {
         f"chunks{chunks}-k{k}": (*common, f"comm.gradient_chunks={chunks}", f"batch.accumulation={k}")
-        for chunks in (1, 2, 4)
+        for chunks in ((1, 4) if few else (1, 2, 4))
         for k in (1, 2)
     }
     found["unfused"] = (*common, "comm.fused_kernels=false")
@@ -123,7 +124,9 @@ def test_both_targets_carry_chunks_out_alike(
         same_ledger(composed, real)
     losses = {name: real.result["loss"] for name, (_, real) in runs.items()}
     for k in (1, 2):
-        assert losses[f"chunks2-k{k}"] == losses[f"chunks4-k{k}"] == losses[f"chunks1-k{k}"]
+        assert {
+            str(losses[name]) for name in losses if name.startswith("chunks") and name.endswith(f"-k{k}")
+        } == {str(losses[f"chunks1-k{k}"])}
     assert losses["unfused-chunks3"] == losses["unfused"]
     assert losses["overlap"] == losses["chunks1-k1"]
     volumes = {name: real.result["comm"] for name, (_, real) in runs.items()}

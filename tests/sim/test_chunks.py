@@ -147,3 +147,12 @@ def test_a_probed_fused_kernel_is_charged_by_its_own_figures(run):
     spared = 2 * n * 3.5 + n * 7.0  # the first hop decodes 2 slices, and encodes 1
     difference = plain.result["phases_s"]["quantize"] - own.result["phases_s"]["quantize"]
     assert difference * 1e9 == pytest.approx(spared, rel=1e-3)
+
+
+def test_another_kernels_figure_spares_nothing(run):
+    slow = DeviceConf(memory_Bps=1e9)
+    plain, other = (
+        run(cluster_device=slow, cluster_host=HostConf(codec_ns_per_element=figures)).result["phases_s"]
+        for figures in ({}, {"decode8": 1e-9})
+    )
+    assert other["quantize"] == plain["quantize"]

@@ -18,7 +18,10 @@ Make = Callable[..., Any]
     [
         ({"name": "adamw"}, 7, 2, 0),
         ({"name": "sgd"}, 3, 0, 0),
-        ({"name": "sgd", "momentum": 0.9}, 5, 1, 0),
+        ({"name": "sgd", "momentum": 0.9}, 8, 1, 0),
+        ({"name": "sgd", "weight_decay": 0.1}, 6, 0, 1),
+        ({"name": "sgd", "momentum": 0.9, "weight_decay": 0.1}, 11, 1, 1),
+        ({"name": "lamb", "weight_decay": 0.01, "decay_in_ratio": False}, 26, 2, 2),
         ({"name": "lamb", "weight_decay": 0.01}, 27, 2, 2),
         ({"name": "lamb", "correction": LambCorrection.rate}, 22, 2, 2),
         ({"name": "lamb", "bias_correction": False}, 22, 2, 2),

@@ -66,9 +66,10 @@ def lars(
     norm_w, norm_g = np.linalg.norm(w), np.linalg.norm(g)
     ratio = 1.0
     if adapts and norm_w > 0 and norm_g > 0:
-        ratio = np.clip(eeta * norm_w / (norm_g + decay * norm_w + eps), min_coeff, max_coeff)
+        ratio = eeta * norm_w / (norm_g + decay * norm_w + eps)
         if clip:
             ratio = min(ratio / lr, 1.0)
+        ratio = np.clip(ratio, min_coeff, max_coeff)
     d = g + decay * w
     inner = {"after_rate": lr * ratio, "after_ratio": ratio, "before_rate": 1.0}[momentum_order]
     outer = {"after_rate": 1.0, "after_ratio": lr, "before_rate": lr * ratio}[momentum_order]

@@ -39,6 +39,7 @@ LARSES = {
     "larc": {"weight_decay": 1e-2, "momentum_order": "after_ratio", "clip": True, "eeta": 0.02},
     "clipped": {"clip": True, "eeta": 0.2, "eps": 1e-8},
     "colossal": {"momentum_order": "before_rate", "max_coeff": 50.0, "exclude_1d": False},
+    "clipped and bounded": {"clip": True, "eeta": 0.2, "max_coeff": 0.5, "min_coeff": 0.1},
     "bounded": {"max_coeff": 2e-3, "min_coeff": 1e-3, "eps": 0.1},
 }
 
@@ -246,7 +247,10 @@ def test_a_sparse_gradient_is_refused():
         (Lamb, {"min_coeff": 2.0, "max_coeff": 1.0}, "min_coeff=2.0: must be <= max_coeff=1.0"),
         (Lamb, {"max_norm": 0.0}, "max_norm=0.0: must be > 0 or None"),
         (Lars, {"eeta": 0.0}, "eeta=0.0: must be > 0"),
-        (Lars, {"momentum": -0.1}, "momentum=-0.1: must be >= 0"),
+        (Lars, {"momentum": -0.1}, r"momentum=-0.1: must be in \[0, 1\)"),
+        (Lars, {"momentum": 1.5}, r"momentum=1.5: must be in \[0, 1\)"),
+        (Lamb, {"lr": float("inf")}, "lr=inf: must be >= 0 and finite"),
+        (Lars, {"weight_decay": float("inf")}, "weight_decay=inf: must be >= 0 and finite"),
         (Lars, {"momentum_order": "never"}, "momentum_order='never': must be one of"),
         (Lars, {"min_coeff": -1.0}, "min_coeff=-1.0: must be >= 0"),
     ],
