@@ -345,10 +345,11 @@ def _wants_tensorboard(composed: Composed) -> bool:
 
 def _launch(composed: Composed, folder: Path, cases: tuple[Any, ...]) -> "LaunchOutcome":
     from twinbed.runtime.launcher import launch_local
-    from twinbed.runtime.preflight import check_devices, check_run
+    from twinbed.runtime.preflight import check_devices, check_offload_path, check_run
 
     try:
         check_run(composed.experiment)
+        check_offload_path(composed.experiment)
         check_devices(composed.experiment.cluster)
     except ValueError as err:
         raise ExperimentError(str(err)) from err

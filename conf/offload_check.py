@@ -20,6 +20,7 @@ def check_offload(experiment: ExperimentConf) -> list[str]:
                     raise ValueError(
                         f"{key}={value}: must be given for cluster={cluster.name} with offload={conf.name}"
                     )
+    files = conf.name == "disk" and experiment.target is not Target.sim
     readers = {
         "chunk_bytes": conf.active,
         "prefetch": conf.active,
@@ -31,18 +32,20 @@ def check_offload(experiment: ExperimentConf) -> list[str]:
         "warmup_activations": conf.active and conf.policy is OffloadKind.auto,
         "fp32": conf.name == "cpu",
         "pinned": conf.name == "cpu" or (conf.name == "disk" and cluster.backend is Backend.nccl),
-        "path": conf.name == "disk",
-        "io_threads": conf.name == "disk",
-        "direct": conf.name == "disk",
+        "path": files,
+        "io_threads": files,
+        "direct": files,
         "commit_every": conf.name == "disk",
-        "resume": conf.name == "disk",
+        "resume": files,
     }
     without = []
     for field in fields(conf):
         value = getattr(conf, field.name)
         if value != field.default and not readers.get(field.name, True):
             shown = value.value if isinstance(value, OffloadKind) else value
-            without.append(f"offload.{field.name}={shown} has no effect with {_mode(conf)}")
+            sim_only = conf.name == "disk" and field.name in ("path", "io_threads", "direct", "resume")
+            mode = "target=sim" if sim_only else _mode(conf)
+            without.append(f"offload.{field.name}={shown} has no effect with {mode}")
     return without
 
 

@@ -1,6 +1,7 @@
 """How long each unit computes, and how long quantizing takes, between collectives: what the simulator replays."""
 
 import json
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -99,7 +100,10 @@ def calibrate(
         iterations: That are measured.
         folder: For what is offloaded to disk meanwhile, where offload.path does not say.
     """
-    trainer = Trainer(_own_store(experiment), context, overlap=False, folder=folder)
+    experiment = _own_store(experiment)
+    if experiment.offload.path is not None:  # what a kill left of an earlier one
+        shutil.rmtree(Path(experiment.offload.path) / f"rank_{context.rank}", ignore_errors=True)
+    trainer = Trainer(experiment, context, overlap=False, folder=folder)
     try:
         for number in range(warmup + iterations):
             dist.barrier()
@@ -107,9 +111,9 @@ def calibrate(
             trainer.step(trainer.first_step + number)
         laps, steps_ns = trainer.laps.laps, trainer.progress.steps_ns
         spans = [span for span in trainer.ledger.spans if span.stream not in BESIDE]
-        if trainer.offload is not None:
-            trainer.offload.finish()
     finally:
+        if trainer.offload is not None:
+            trainer.offload.finish()  # nobody goes on from it
         trainer.close()
     k = experiment.batch.accumulation
     own = _middle_half(laps, spans, steps_ns[warmup:], micro_batches=k)

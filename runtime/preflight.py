@@ -1,5 +1,6 @@
 """Everything about a training that can be refused before a process starts. Imports no torch."""
 
+import os
 from pathlib import Path
 
 from ..conf.compose import model_spec
@@ -82,4 +83,33 @@ def _check_offload(experiment: ExperimentConf) -> None:
         raise ValueError(
             f"offload.resume=true and train.resume_from={resume_from!r}: give one of them, the training can go on "
             "from one state only"
+        )
+
+
+def check_offload_path(experiment: ExperimentConf) -> None:
+    """Refuse a folder for states on this machine that the ranks would refuse.
+
+    Raises:
+        ValueError: It cannot be made or written to, or what lies there is not what offload.resume says.
+    """
+    if experiment.offload.name != "disk" or experiment.offload.path is None:
+        return
+    path = Path(experiment.offload.path)
+    where = f"offload.path={str(path)!r}"
+    above = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not above.is_dir():
+        raise ValueError(f"{where}: {above} is a file; must be a folder, or one that can be made")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(f"{where}: {above} cannot be written to")
+    manifests = [path / f"rank_{rank}" / "store.json" for rank in range(experiment.cluster.num_ranks)]
+    held = [manifest for manifest in manifests if manifest.is_file()]
+    if experiment.offload.resume and len(held) < len(manifests):
+        lacking = next(manifest for manifest in manifests if not manifest.is_file())
+        raise ValueError(
+            f"{where} with offload.resume=true: there is no {lacking}, so no training to go on from"
+        )
+    if held and not experiment.offload.resume:
+        raise ValueError(
+            f"{where}: {held[0].parent} is of a training that did not end: offload.resume=true goes on from it; else "
+            "remove the folder"
         )

@@ -131,6 +131,8 @@ class Engine:
             self._offload.begin("train")
         for micro_batch in range(self._num_micro_batches):
             self._forward(rules, weights, Phase.forward.value)
+            if self._offload is not None and micro_batch == last:
+                self._offload.settle(rules)
             self._backward(rules, weights, micro_batch)
             rules.backward_done()
             if micro_batch == last:

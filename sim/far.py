@@ -23,6 +23,7 @@ class Way(Enum):
 
     fetch = "fetch"  # from far memory to near
     evict = "evict"  # from near memory to far
+    commit = "commit"  # a copy to disk of what stays near, for a generation that a crash leaves
     host = "host_step"  # read plus written by the host's cores
 
 
@@ -74,6 +75,7 @@ class FarMemory:
     def _way(self, rank: int, way: Way) -> tuple[Route, float, int]:
         """Links, the highest rate of one rank in bytes a nanosecond, and what passes before the first byte."""
         host, disk = self._cluster.host, self._cluster.disk
+        way = Way.evict if way is Way.commit else way
         on_disk = self._offload.name == "disk"
         if way is Way.host:
             rate = host.core_Bps * host.step_cores / self._per_host

@@ -291,9 +291,11 @@ def out_of_far_memory(experiment: ExperimentConf, nbytes: int) -> str | None:
     disk = experiment.offload.name == "disk"
     key, what = ("disk.capacity_bytes", "disk") if disk else ("host.memory_bytes", "host memory")
     capacity = cluster.disk.capacity_bytes if disk else cluster.host.memory_bytes
-    if capacity is None or nbytes <= capacity:
+    needed, how = (2 * nbytes, ", two generations of it") if disk else (nbytes, "")
+    if capacity is None or needed <= capacity:
         return None
-    return f"out of {what}: the ranks of a node offload {nbytes / 1e9:.2f} GB, cluster.{key} is {capacity / 1e9:.2f} GB"
+    held = f"{nbytes / 1e9:.4g} GB{how}"
+    return f"out of {what}: the ranks of a node offload {held}; cluster.{key} is {capacity / 1e9:.4g} GB"
 
 
 def out_of_memory(

@@ -72,7 +72,14 @@ def make_offload(experiment: ExperimentConf, numels: Mapping[str, int], *, clip:
     assert policy is not None
     # scaling reads and writes the gradient; the norm has read it before
     step_bytes = pass_bytes(experiment.optimizer) + (CLIP_PASS_BYTES - FP32_BYTES if clip else 0)
-    return Offload(policy, numels, in_host=conf.name == "cpu", gradient_bytes=crossing, step_bytes=step_bytes)
+    return Offload(
+        policy,
+        numels,
+        in_host=conf.name == "cpu",
+        gradient_bytes=crossing,
+        step_bytes=step_bytes,
+        commit_every=conf.commit_every if conf.name == "disk" else 0,
+    )
 
 
 class Offload:
@@ -83,6 +90,7 @@ class Offload:
         in_host: Far memory has cores: states that lie there are stepped there, and gradients go to them.
         gradient_bytes: Of an element on its way to far memory.
         step_bytes: Read plus written in host memory for each element stepped there.
+        commit_every: Steps between generations on disk; 0: none.
     """
 
     def __init__(
@@ -93,6 +101,7 @@ class Offload:
         in_host: bool,
         gradient_bytes: int,
         step_bytes: int,
+        commit_every: int = 0,
     ) -> None:
         self.policy = policy
         self.log: list[tuple[str, str]] = []  # the engine's, put here for each program
@@ -107,8 +116,12 @@ class Offload:
             for unit, chunks in self._optimizer.items()
             for chunk, n in zip(chunks, _elements(chunks, numels[unit]), strict=True)
         }
-        self._policies = [copy.deepcopy(policy)]  # as it was in each state that a segment has begun with
-        self._numbers = {policy.state(): 0}
+        self._commit_every = commit_every
+        self._steps = 0  # since the last commit; all of them: it is due
+        self._dirty: frozenset[str] = frozenset()  # near, and not on disk as they are
+        # As these were in each state that a segment has begun with
+        self._begun = [(copy.deepcopy(policy), self._steps, self._dirty)]
+        self._numbers = {self._state(): 0}
         self._near = dict.fromkeys(Kind, 0)
         self._peak = dict(self._near)
         self._ready: dict[str, Items] = {}
@@ -120,20 +133,33 @@ class Offload:
     def restore(self, before: Sequence[str]) -> None:
         """Begin a segment with the state that `key` gave."""
         numbers = [int(part.removeprefix(_STATE)) for part in before if part.startswith(_STATE)]
-        self.policy = copy.deepcopy(self._policies[numbers[0] if numbers else 0])
+        policy, self._steps, self._dirty = self._begun[numbers[0] if numbers else 0]
+        self.policy = copy.deepcopy(policy)
         self._forget()
 
     def key(self) -> tuple[str, ...]:
         """What the programs to come depend on."""
-        state = self.policy.state()
-        number = self._numbers.setdefault(state, len(self._policies))
-        if number == len(self._policies):
-            self._policies.append(copy.deepcopy(self.policy))
+        number = self._numbers.setdefault(self._state(), len(self._begun))
+        if number == len(self._begun):
+            self._begun.append((copy.deepcopy(self.policy), self._steps, self._dirty))
         return (f"{_STATE}{number}",)
+
+    def _state(self) -> tuple[object, ...]:
+        return (self.policy.state(), self._steps, self._dirty)
 
     def begin(self, kind: str) -> None:
         """An iteration of this kind begins."""
         self._ask(IterationBegins(kind))
+
+    def settle(self, rules: "Blocking") -> None:
+        """Between the last forward of a step and its backward: commit, if it is due since the step before."""
+        if not self._commit_every or self._steps < self._commit_every:
+            return
+        for name in sorted(self._dirty):
+            chunk = self.policy.chunks[name]
+            move = Move(Way.commit, chunk.nbytes)
+            rules.wait((rules.writer.move("forward", chunk.unit, f"commit {name}", move, rules.reached()),))
+        self._steps, self._dirty = 0, frozenset()
 
     def gather(self, rules: "Blocking", phase: str, unit: str) -> Items:
         """The unit's gather is issued next. Returns what it waits for."""
@@ -165,6 +191,7 @@ class Offload:
 
     def step(self, rules: "Blocking") -> None:
         """All units, each where its states lie."""
+        self._steps += bool(self._commit_every)
         for unit in self._optimizer:
             far = self._far_states(unit)
             if far:
@@ -234,6 +261,8 @@ class Offload:
 
     def _release(self, rules: "Blocking", phase: str, chunk: Chunk, ends: Items, *, changed: bool) -> None:
         self._used[chunk.name] = ends
+        if changed and self._commit_every and chunk.nbytes:
+            self._dirty |= {chunk.name}
         for action in self._ask(ChunkReleased(chunk.name, changed)):
             self._carry_out(rules, phase, action, ())
 
@@ -247,6 +276,7 @@ class Offload:
                 ready = self._ready.pop(name, ())
                 waits = self._used.pop(name, ready)
                 if action.write_back:
+                    self._dirty -= {name}
                     move = Move(Way.evict, chunk.nbytes)
                     waits = (rules.writer.move(phase, chunk.unit, f"write {name}", move, waits),)
                     self._written[name] = waits

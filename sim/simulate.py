@@ -239,11 +239,10 @@ def _outside(run: Run) -> dict[str, Any]:
     offload = run.engine.offload
     if offload is None:
         return {}
-    host = (
-        run.experiment.cluster.num_ranks if run.experiment.cluster.host.all_nodes else run.mesh.ranks_per_node
-    )
+    host = run.mesh.ranks_per_node
+    other = Way.host if run.experiment.offload.name == "disk" else Way.commit
     steps = [segment for segment in run.segments if not segment.validation]
-    moved = dict.fromkeys(Way, 0)
+    moved = {way: 0 for way in Way if way is not other}
     for item in steps[-1].program(0).items:
         if item.move is not None:
             moved[item.move.way] += item.move.nbytes

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from .policy import Chunk, Kind
 
+MAX_CHUNKS = 20_000  # of one rank and kind: a policy looks at all of them at each event
+
 
 def cut_chunks(
     unit_bytes: Mapping[str, int], kind: Kind, *, chunk_bytes: int | None = None
@@ -13,7 +15,17 @@ def cut_chunks(
     Args:
         unit_bytes: Of each unit's tensors of this kind on one rank. Nothing (an optimizer without states) is a chunk
             of 0 bytes: it is still stepped somewhere.
+
+    Raises:
+        ValueError: There are more than MAX_CHUNKS.
     """
+    count = sum(max(1, -(-nbytes // chunk_bytes)) for nbytes in unit_bytes.values()) if chunk_bytes else 0
+    if count > MAX_CHUNKS:
+        least = -(-sum(unit_bytes.values()) // (MAX_CHUNKS // 2))
+        raise ValueError(
+            f"offload.chunk_bytes={chunk_bytes} cuts the {kind.value} of one rank into {count} chunks, must be at most "
+            f"{MAX_CHUNKS}: such as offload.chunk_bytes={least}"
+        )
     found = []
     for unit, nbytes in unit_bytes.items():
         name = f"{kind.value}/{unit}"

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ def _generate(arguments: argparse.Namespace) -> None:
         )
     if spec.vocab < 256:
         raise ValueError(f"the checkpoint's model has vocab={spec.vocab}: must be >= 256, for text is bytes")
+    if not 0 <= arguments.temperature < inf:
+        raise ValueError(f"--temperature {arguments.temperature}: must be a finite number >= 0")
+    if arguments.memory_bytes is not None and arguments.offload == "none":
+        raise ValueError("--memory-bytes needs --offload disk: without it all weights are in memory")
     offload = OffloadConf(
         name=arguments.offload,
         policy=OffloadKind(arguments.policy),

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import mmap
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -100,15 +101,16 @@ def _one_chunk(folder: Path, nbytes: int) -> Iterator[tuple[Store, Region]]:
     layout = lay_out({"x": (torch.uint8, (nbytes,))})
     region = Region(layout)
     region.tensors["x"].random_()
+    shutil.rmtree(folder, ignore_errors=True)  # what a kill left of an earlier one
     try:
         store = Store.create(folder, {"x": layout}, {})
     except StoreError as err:
+        shutil.rmtree(folder, ignore_errors=True)
         raise OSError(errno.ENOSPC, str(err)) from err
     try:
         yield store, region
     finally:
         store.remove()
-        folder.rmdir()
 
 
 def _move_s(store: Store, region: Region) -> tuple[float, float]:

@@ -1,5 +1,7 @@
 """Token generation with layers streamed from a store: the model may be larger than memory."""
 
+import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
@@ -17,7 +19,7 @@ from ..model import GPT, Block, Past
 from .header import Layout, lay_out
 from .region import Region
 from .residency import Residency
-from .store import Store, committed_generations
+from .store import Store, StoreError, committed_generations, stored_identity
 
 ROOT = "root"
 
@@ -145,27 +147,39 @@ def import_weights(checkpoint: Checkpoint, spec: ModelSpec, folder: Path) -> Sto
     """The weights of a checkpoint in a store that generation streams from; made once, one unit at a time.
 
     Args:
-        folder: Of the store. If it holds one already, that must be of this checkpoint.
+        folder: Of the store. If it holds the weights of another checkpoint, or of what this one was before, they are
+            replaced.
 
     Raises:
-        StoreError: It is of another checkpoint, or the disk is too small.
+        StoreError: It holds a store of something else, or the disk is too small.
         DamagedError: It is damaged.
         RuntimeError: The checkpoint cannot be read.
     """
     layouts = {_entry(unit): layout for unit, layout in unit_layouts(spec).items()}
+    # A folder may be moved, and be trained into again: the files tell, and not their path
+    files = {name: (checkpoint.folder / name).stat() for name in sorted(checkpoint.files)}
     identity = {
-        "checkpoint": str(checkpoint.folder.absolute()),
+        "weights_of": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()},
         "step": checkpoint.step,
         "model": asdict(spec),
     }
     if committed_generations(folder):
-        return Store.open(folder, layouts, identity)
+        found = stored_identity(folder)
+        if found.keys() != identity.keys():
+            raise StoreError(f"{folder} holds a store of a training: give another folder")
+        if found == json.loads(json.dumps(identity)):
+            return Store.open(folder, layouts, identity, shared=True)
+        shutil.rmtree(folder)
     store = Store.create(folder, layouts, identity, num_slots=1)
-    for entry, layout in layouts.items():
-        region = Region(layout)
-        _read_weights(checkpoint, dict(region.tensors))
-        store.write(entry, region, release=True).result()
-    store.commit({"step": checkpoint.step})
+    try:
+        for entry, layout in layouts.items():
+            region = Region(layout)
+            _read_weights(checkpoint, dict(region.tensors))
+            store.write(entry, region, release=True).result()
+        store.commit({"step": checkpoint.step})
+    except BaseException:
+        store.remove()
+        raise
     return store
 
 

@@ -10,7 +10,9 @@ moment the manifest names files that are whole, or the start says which of them 
 Writes and reads are asynchronous. One program owns a store at a time.
 """
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
 import zlib
@@ -19,7 +21,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from .data_file import DataFile, supports_direct
 from .header import DamagedError, Header, Layout, header_bytes
@@ -27,6 +29,7 @@ from .region import Region
 from .transfers import Transfers
 
 MANIFEST: Final = "store.json"
+_LOCK = ".lock"
 _VERSION = 1
 
 
@@ -68,8 +71,10 @@ class Store:
         num_threads: int,
         direct: bool,
         num_slots: int = 2,
+        shared: bool = False,
     ) -> None:
         self.folder = folder
+        self._lock = _locked(folder, shared=shared)
         self.direct = direct and supports_direct(folder)
         self.read_bytes = self.written_bytes = 0
         self._layouts = dict(layouts)
@@ -117,7 +122,12 @@ class Store:
             raise StoreError(f"{folder} holds a store already: go on from it, or remove the folder")
         folder.mkdir(parents=True, exist_ok=True)
         store = cls(folder, layouts, identity, num_threads=num_threads, direct=direct, num_slots=num_slots)
-        store._reserve()
+        try:
+            store._reserve()
+        except BaseException:
+            store.close()
+            (folder / _LOCK).unlink(missing_ok=True)
+            raise
         return store
 
     @classmethod
@@ -130,10 +140,12 @@ class Store:
         generation: int | None = None,
         num_threads: int = 4,
         direct: bool = True,
+        shared: bool = False,
     ) -> "Store":
         """Go on from what was committed; every byte of it is checked first.
 
         Args:
+            shared: It is only read, and others may read it too.
             generation: One of `committed_generations`; None: the newest.
 
         Raises:
@@ -148,10 +160,11 @@ class Store:
         ]
         if differ:
             key = differ[0]
-            raise StoreError(
-                f"{folder} holds a store of another run: {key}={found_identity.get(key)!r} there, "
-                f"{_plain(identity.get(key))!r} here"
-            )
+            there, here = found_identity.get(key), _plain(identity.get(key))
+            if isinstance(there, dict) and isinstance(here, dict):  # the part in which they differ
+                part = next(k for k in sorted({*there, *here}) if there.get(k) != here.get(k))
+                key, there, here = f"{key}.{part}", there.get(part), here.get(part)
+            raise StoreError(f"{folder} holds a store of another run: {key}={there!r} there, {here!r} here")
         chosen = [c for c in commits if generation is None or c.generation == generation]
         if not chosen:
             raise StoreError(
@@ -159,10 +172,14 @@ class Store:
             )
         if chosen[0].versions.keys() != layouts.keys():
             raise StoreError(f"{folder} holds {sorted(chosen[0].versions)}; {sorted(layouts)} are asked for")
-        store = cls(folder, layouts, identity, num_threads=num_threads, direct=direct)
+        store = cls(folder, layouts, identity, num_threads=num_threads, direct=direct, shared=shared)
         store._commits = tuple(commits[commits.index(chosen[0]) :])
         store._versions = dict(chosen[0].versions)
-        store._check()
+        try:
+            store._check()
+        except BaseException:
+            store.close()
+            raise
         if chosen[0] is not commits[0]:  # what is newer will be written over
             _write_manifest(folder, store._commits, identity)
         return store
@@ -251,6 +268,7 @@ class Store:
     def close(self) -> None:
         """Wait for what is under way."""
         self._transfers.close()
+        self._lock.close()
 
     def remove(self) -> None:
         """Close and delete: the manifest first, so that nobody goes on from half of it."""
@@ -259,6 +277,9 @@ class Store:
         for files in self._files.values():
             for file in files:
                 file.path.unlink(missing_ok=True)
+        (self.folder / _LOCK).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # others keep files there
+            self.folder.rmdir()
 
     # ---- on the threads
 
@@ -350,6 +371,28 @@ class Store:
         return StoreError(f"{self.folder} cannot be written to: {what}; {intact}")
 
 
+def _locked(folder: Path, *, shared: bool) -> IO[str]:
+    """The store's lock, which goes with the process, however it ends.
+
+    Raises:
+        StoreError: Another process has it.
+    """
+    try:
+        file = (folder / _LOCK).open("a+", encoding="ascii")
+    except OSError:
+        if not shared:
+            raise
+        file = (folder / MANIFEST).open(encoding="ascii")  # a folder that is only read
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as err:
+        file.close()
+        raise StoreError(
+            f"{folder} is in use by another run: wait for it, or give this one another folder"
+        ) from err
+    return file
+
+
 def committed_generations(folder: Path) -> list[int]:
     """Generations that `open` could go on from, newest first; empty if there is no store.
 
@@ -359,6 +402,16 @@ def committed_generations(folder: Path) -> list[int]:
     if not (folder / MANIFEST).exists():
         return []
     return [commit.generation for commit in _read_manifest(folder)[0]]
+
+
+def stored_identity(folder: Path) -> dict[str, Any]:
+    """What the store's tensors belong to, as `create` was given it.
+
+    Raises:
+        StoreError: There is none.
+        DamagedError: The manifest is damaged.
+    """
+    return _read_manifest(folder)[1]
 
 
 def _check_header(header: Header, entry: str, version: Version, layout: Layout, file: DataFile) -> None:

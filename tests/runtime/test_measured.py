@@ -67,6 +67,9 @@ def test_a_disk_is_measured_and_nothing_stays_on_it(tmp_path):
     assert found.read_Bps > 1e6
     assert found.write_Bps > 1e6
     assert 0 < found.latency_ns < 1e9
+    stale = tmp_path / ".moves2097152"
+    stale.mkdir()
+    (stale / "store.json").write_text("of a probe that was killed")
     moves = measure_moves(tmp_path)
     assert 1e6 < moves.fetch_Bps < 1e12
     assert 1e6 < moves.evict_Bps < 1e12

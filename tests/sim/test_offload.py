@@ -1,5 +1,6 @@
 """Offload in simulated time: bytes moved and times against hand counts, sharing of links, memory, refusals."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -218,7 +219,7 @@ def test_disk_on_a_cpu_machine_by_bytes(make_experiment, make_spec):
     )
     plain = simulate(make_experiment(nodes=1, ranks=1), spec=spec)
     record = simulate(experiment, spec=spec)
-    assert record.result["moved_bytes"] == {"fetch": 20 * n, "evict": 12 * n, "host_step": 0}
+    assert record.result["moved_bytes"] == {"fetch": 20 * n, "evict": 12 * n, "commit": 0}
     # a single thread, nothing fetched ahead: all reads are waited for, the last write too
     assert seconds(record) >= seconds(plain) + 20 * n / 1e9
     assert record.result["far_memory_bytes"]["total"] == 12 * n
@@ -250,11 +251,21 @@ def test_a_slower_disk_is_slower_in_proportion(make_experiment, make_spec):
 @pytest.mark.parametrize("memory_bytes", [1e9, None])
 def test_what_fits_stays_near_after_the_first_iteration(make_experiment, make_spec, memory_bytes):
     conf = OffloadConf(name="disk", policy=OffloadKind.auto, memory_bytes=memory_bytes)
-    record = simulate(
-        make_experiment(nodes=1, ranks=2, cluster_disk=DiskConf(read_Bps=1e9, write_Bps=1e9), offload=conf),
-        spec=make_spec(),
-    )
-    assert record.result["moved_bytes"] == {"fetch": 0, "evict": 0, "host_step": 0}
+    spec = make_spec()
+    moved, took = {}, {}
+    for every in (0, 1, 2):
+        given = replace(conf, commit_every=every)
+        disk = DiskConf(read_Bps=1e9, write_Bps=1e9)
+        record = simulate(
+            make_experiment(nodes=1, ranks=2, cluster_disk=disk, offload=given, steps=4), spec=spec
+        )
+        moved[every], took[every] = record.result["moved_bytes"], record.result["iteration_s"]["max"]
+    shard = -(-num_parameters(spec) // 2)
+    assert moved[0] == moved[2] | {"commit": 0} == {"fetch": 0, "evict": 0, "commit": 0}
+    assert moved[1]["commit"] == pytest.approx(
+        12 * shard, rel=0.01
+    )  # each step writes all that it has changed
+    assert took[1] > took[0] + 2 * 12 * shard / 1e9 * 0.9  # both ranks, one disk
 
 
 def test_auto_moves_less_with_more_memory(make_experiment, make_spec):
@@ -307,7 +318,26 @@ def test_a_full_host_is_said(on_gpus, make_spec):
     result = simulate(experiment, spec=make_spec()).result
     assert result["status"] == "oom"
     assert "host memory" in result["error"]
-    assert "cluster.host.memory_bytes is 0.00 GB" in result["error"]
+    assert "cluster.host.memory_bytes is 1e-06 GB" in result["error"]
+
+
+def test_a_disk_holds_two_generations(make_experiment, make_spec):
+    spec = make_spec()
+    need = 2 * 12 * num_parameters(spec)
+    for capacity, status in ((need * 1.01, "ok"), (need * 0.99, "oom")):
+        disk = DiskConf(read_Bps=1e9, write_Bps=1e9, capacity_bytes=capacity)
+        experiment = make_experiment(nodes=1, ranks=1, cluster_disk=disk, offload=OffloadConf(name="disk"))
+        result = simulate(experiment, spec=spec).result
+        assert result["status"] == status
+    assert "two generations" in result["error"]
+
+
+def test_too_many_chunks_are_refused(on_gpus, make_spec):
+    conf = OffloadConf(name="cpu", chunk_bytes=1)
+    with pytest.raises(
+        ValueError, match=r"offload.chunk_bytes=1 cuts the parameters of one rank into \d+ chunks"
+    ):
+        simulate(on_gpus(conf), spec=make_spec(hidden=128))
 
 
 def test_decisions_replay(on_gpus, make_spec):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import shutil
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from twinbed.runtime.checkpoint import find_checkpoint
 from twinbed.runtime.model import GPT, Past
 from twinbed.runtime.offload.command import main
 from twinbed.runtime.offload.generate import Generator, import_weights, unit_layouts
-from twinbed.runtime.offload.header import DamagedError
-from twinbed.runtime.offload.store import StoreError
+from twinbed.runtime.offload.header import DamagedError, lay_out
+from twinbed.runtime.offload.region import Region
+from twinbed.runtime.offload.store import MANIFEST, Store, StoreError
 
 SPEC = spec_from_keys(
     {
@@ -116,9 +119,42 @@ def test_weights_are_imported_once_and_belong_to_their_checkpoint(checkpoint, st
     again = import_weights(checkpoint, SPEC, tmp_path / "weights")
     assert Generator(SPEC, again, CONFS["disk"]).generate(PROMPT, 2)
     again.close()
-    other = dataclasses.replace(checkpoint, step=8)
-    with pytest.raises(StoreError, match="another run: step=7 there, 8 here"):
-        import_weights(other, SPEC, tmp_path / "weights")
+    other = import_weights(dataclasses.replace(checkpoint, step=8), SPEC, tmp_path / "weights")
+    assert other.committed.notes == {"step": 8}
+    other.close()
+
+
+def test_weights_follow_a_checkpoint_that_is_moved_or_written_again(checkpoint, tmp_path):
+    files = {path.name: path.stat().st_size for path in checkpoint.folder.iterdir() if path.is_file()}
+    known, folder = dataclasses.replace(checkpoint, files=files), tmp_path / "own"
+    import_weights(known, SPEC, folder).close()
+    written_ns = (folder / MANIFEST).stat().st_mtime_ns
+    moved = tmp_path / "moved"
+    shutil.copytree(checkpoint.folder, moved)  # with times, as a move has it
+    import_weights(dataclasses.replace(known, folder=moved), SPEC, folder).close()
+    assert (folder / MANIFEST).stat().st_mtime_ns == written_ns
+    os.utime(moved / next(iter(files)))  # trained again
+    import_weights(dataclasses.replace(known, folder=moved), SPEC, folder).close()
+    assert (folder / MANIFEST).stat().st_mtime_ns > written_ns
+
+
+def test_the_store_of_a_training_is_not_replaced(checkpoint, tmp_path):
+    layout = lay_out({"x": (torch.float32, (4,))})
+    training = Store.create(tmp_path / "states", {"x": layout}, {"model": {}, "rank": 0})
+    training.write("x", Region(layout)).result()
+    training.commit({})
+    training.close()
+    with pytest.raises(StoreError, match="store of a training"):
+        import_weights(checkpoint, SPEC, tmp_path / "states")
+
+
+def test_who_reads_shares_and_who_writes_does_not(checkpoint, store, tmp_path):
+    with pytest.raises(StoreError, match="in use by another run"):
+        import_weights(checkpoint, SPEC, tmp_path / "weights")
+    store.close()
+    readers = [import_weights(checkpoint, SPEC, tmp_path / "weights") for _ in range(2)]
+    for reader in readers:
+        reader.close()
 
 
 def test_damaged_weights_are_named(checkpoint, store, tmp_path):

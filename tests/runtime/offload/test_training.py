@@ -12,7 +12,7 @@ from twinbed.policies.offload import parse_offload_event
 from twinbed.runtime.calibrate import read_calibration
 from twinbed.runtime.case import Case
 from twinbed.runtime.launcher import launch_local
-from twinbed.runtime.preflight import check_run
+from twinbed.runtime.preflight import check_offload_path, check_run
 
 CASES = str(Path(__file__).with_name("offload_cases.py"))
 SIZES = {"layers": 3, "hidden": 32, "heads": 4, "vocab": 256, "sequence": 16}
@@ -109,6 +109,25 @@ def test_computation_is_calibrated_beside_moves_without_their_waits(done):
     assert {"step", "forward/block.2", "backward/block.0"} <= set(found.compute_ns)
     assert found.sum_ns == pytest.approx(found.iteration_ns, rel=0.02)  # neither has waits, or moves, in it
     assert [p.name for p in (done / "calibrated").rglob("*") if p.is_file()] == ["calibration.json"]
+
+
+def test_a_path_is_refused_before_ranks_start_and_a_killed_calibration_is_forgotten(tmp_path):
+    stale = tmp_path / "states" / "calibration" / "rank_0" / "store.json"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("of a calibration that was killed")
+    one = case("again", "offload=disk", f"offload.path={tmp_path / 'states'}", kind="calibrate", iterations=1)
+    outcome = launch(tmp_path / "launch", [one])
+    assert outcome.exit_code == 0, outcome.error
+    (tmp_path / "file").write_text("")
+    (tmp_path / "states" / "rank_1").mkdir(exist_ok=True)
+    (tmp_path / "states" / "rank_1" / "store.json").write_text("")
+    for keys, said in (
+        ([f"offload.path={tmp_path / 'file' / 'in'}"], "file is a file; must be a folder"),
+        ([f"offload.path={tmp_path / 'states'}"], "rank_1 is of a training that did not end"),
+        ([f"offload.path={tmp_path / 'states'}", "offload.resume=true"], "there is no .*rank_0/store.json"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check_offload_path(compose([*BASE, "offload=disk", *keys]).experiment)
 
 
 def test_validation_is_the_same(done):
