@@ -17,12 +17,13 @@ from ...policies.offload import Chunk, Kind, Place, build_offload, cut_chunks
 from ..checkpoint import prepare_optimizer_state
 from ..ledger import OFFLOAD_STREAM, Ledger
 from .header import Layout
+from .manifest import StoreError, committed_generations
 from .parameters import move_in, shard_layout, unit_parameters, watch_gathers
 from .planners import PagedLoadPlanner, PagedSavePlanner
 from .region import Region
 from .residency import Residency
 from .states import counters, make_states, move_states_in, only
-from .store import Store, StoreError, committed_generations
+from .store import Store
 
 FOLDER: Final = "offload"  # in the run's own folder, where offload.path does not say
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from .header import BLOCK_BYTES, CHUNK_BYTES, lay_out
+from .manifest import StoreError
 from .region import Region
-from .store import Store, StoreError
+from .store import Store
 
 DEPTHS = (1, 2, 4, 8)  # requests in flight; the disk's rate is that of the best
 MOVED_BYTES = (2 << 20, 32 << 20)  # each a multiple of a huge page

@@ -17,9 +17,10 @@ from ...policies.offload import Kind, OffloadAction, OffloadEvent, build_offload
 from ..checkpoint import Checkpoint
 from ..model import GPT, Block, Past
 from .header import Layout, lay_out
+from .manifest import StoreError, committed_generations, stored_identity
 from .region import Region
 from .residency import Residency
-from .store import Store, StoreError, committed_generations, stored_identity
+from .store import Store
 
 ROOT = "root"
 

@@ -12,46 +12,19 @@ Writes and reads are asynchronous. One program owns a store at a time.
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any
 
 from .data_file import DataFile, supports_direct
 from .header import DamagedError, Header, Layout, header_bytes
+from .manifest import LOCK, MANIFEST, Commit, StoreError, Version, locked, read_manifest, write_manifest
 from .region import Region
 from .transfers import Transfers
-
-MANIFEST: Final = "store.json"
-_LOCK = ".lock"
-_VERSION = 1
-
-
-class StoreError(RuntimeError):
-    """A store cannot be made, opened or written to; the message says why, and what is intact."""
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """One entry as a commit knows it."""
-
-    slot: int
-    generation: int  # in which it was written
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """A generation that is whole."""
-
-    generation: int
-    versions: Mapping[str, Version]
-    notes: Mapping[str, Any]  # the owner's: steps done, loss scale
 
 
 class Store:
@@ -74,7 +47,7 @@ class Store:
         shared: bool = False,
     ) -> None:
         self.folder = folder
-        self._lock = _locked(folder, shared=shared)
+        self._lock = locked(folder, shared=shared)
         self.direct = direct and supports_direct(folder)
         self.read_bytes = self.written_bytes = 0
         self._layouts = dict(layouts)
@@ -126,7 +99,7 @@ class Store:
             store._reserve()
         except BaseException:
             store.close()
-            (folder / _LOCK).unlink(missing_ok=True)
+            (folder / LOCK).unlink(missing_ok=True)
             raise
         return store
 
@@ -152,7 +125,7 @@ class Store:
             StoreError: There is nothing committed, or of something else.
             DamagedError: Naming every file that is damaged, and what of it.
         """
-        commits, found_identity = _read_manifest(folder)
+        commits, found_identity = read_manifest(folder)
         differ = [
             key
             for key in sorted({*identity, *found_identity})
@@ -181,7 +154,7 @@ class Store:
             store.close()
             raise
         if chosen[0] is not commits[0]:  # what is newer will be written over
-            _write_manifest(folder, store._commits, identity)
+            write_manifest(folder, store._commits, identity)
         return store
 
     @property
@@ -260,7 +233,7 @@ class Store:
         commit = Commit(generation, dict(self._versions), dict(notes))
         commits = (commit, *self._commits[:1])
         try:
-            _write_manifest(self.folder, commits, self._identity)
+            write_manifest(self.folder, commits, self._identity)
         except OSError as err:
             raise self._error(err) from err
         self._commits = commits
@@ -277,7 +250,7 @@ class Store:
         for files in self._files.values():
             for file in files:
                 file.path.unlink(missing_ok=True)
-        (self.folder / _LOCK).unlink(missing_ok=True)
+        (self.folder / LOCK).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # others keep files there
             self.folder.rmdir()
 
@@ -371,49 +344,6 @@ class Store:
         return StoreError(f"{self.folder} cannot be written to: {what}; {intact}")
 
 
-def _locked(folder: Path, *, shared: bool) -> IO[str]:
-    """The store's lock, which goes with the process, however it ends.
-
-    Raises:
-        StoreError: Another process has it.
-    """
-    try:
-        file = (folder / _LOCK).open("a+", encoding="ascii")
-    except OSError:
-        if not shared:
-            raise
-        file = (folder / MANIFEST).open(encoding="ascii")  # a folder that is only read
-    try:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except OSError as err:
-        file.close()
-        raise StoreError(
-            f"{folder} is in use by another run: wait for it, or give this one another folder"
-        ) from err
-    return file
-
-
-def committed_generations(folder: Path) -> list[int]:
-    """Generations that `open` could go on from, newest first; empty if there is no store.
-
-    Raises:
-        DamagedError: The manifest is damaged.
-    """
-    if not (folder / MANIFEST).exists():
-        return []
-    return [commit.generation for commit in _read_manifest(folder)[0]]
-
-
-def stored_identity(folder: Path) -> dict[str, Any]:
-    """What the store's tensors belong to, as `create` was given it.
-
-    Raises:
-        StoreError: There is none.
-        DamagedError: The manifest is damaged.
-    """
-    return _read_manifest(folder)[1]
-
-
 def _check_header(header: Header, entry: str, version: Version, layout: Layout, file: DataFile) -> None:
     if header.entry != entry or header.generation != version.generation:
         raise DamagedError(
@@ -422,60 +352,6 @@ def _check_header(header: Header, entry: str, version: Version, layout: Layout, 
         )
     if dict(header.layout.tensors) != dict(layout.tensors):
         raise DamagedError(f"{file.path}: holds other tensors than {sorted(layout.tensors)[:3]} ...")
-
-
-def _read_manifest(folder: Path) -> tuple[list[Commit], dict[str, Any]]:
-    path = folder / MANIFEST
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as err:
-        raise StoreError(f"{folder} holds no committed store: {path}: {err.strerror}") from err
-    body, _, checksum = text.rstrip("\n").rpartition("\n")
-    if checksum != _manifest_checksum(body):
-        raise DamagedError(f"{path}: does not have the checksum it was written with: the manifest is damaged")
-    content = json.loads(body)
-    if content["version"] != _VERSION:
-        raise StoreError(f"{path}: version {content['version']}; this program reads version {_VERSION}")
-    commits = [
-        Commit(
-            commit["generation"],
-            {entry: Version(*version) for entry, version in commit["versions"].items()},
-            commit["notes"],
-        )
-        for commit in content["commits"]
-    ]
-    return commits, content["identity"]
-
-
-def _write_manifest(folder: Path, commits: Sequence[Commit], identity: Mapping[str, Any]) -> None:
-    content = {
-        "version": _VERSION,
-        "identity": identity,
-        "commits": [
-            {
-                "generation": commit.generation,
-                "versions": {entry: [v.slot, v.generation] for entry, v in commit.versions.items()},
-                "notes": commit.notes,
-            }
-            for commit in commits
-        ],
-    }
-    body = json.dumps(content)
-    partial_path = folder / f".{MANIFEST}.partial"
-    with partial_path.open("w", encoding="utf-8") as file:
-        file.write(f"{body}\n{_manifest_checksum(body)}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial_path.rename(folder / MANIFEST)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)  # of the rename
-    finally:
-        os.close(descriptor)
-
-
-def _manifest_checksum(body: str) -> str:
-    return f"crc32:{zlib.crc32(body.encode()):08x}"
 
 
 def _describe(notes: Mapping[str, Any]) -> str:

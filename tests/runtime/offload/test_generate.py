@@ -16,8 +16,9 @@ from twinbed.runtime.model import GPT, Past
 from twinbed.runtime.offload.command import main
 from twinbed.runtime.offload.generate import Generator, import_weights, unit_layouts
 from twinbed.runtime.offload.header import DamagedError, lay_out
+from twinbed.runtime.offload.manifest import MANIFEST, StoreError
 from twinbed.runtime.offload.region import Region
-from twinbed.runtime.offload.store import MANIFEST, Store, StoreError
+from twinbed.runtime.offload.store import Store
 
 SPEC = spec_from_keys(
     {

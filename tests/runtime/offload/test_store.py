@@ -22,8 +22,9 @@ from twinbed.runtime.offload.header import (
     header_bytes,
     lay_out,
 )
+from twinbed.runtime.offload.manifest import MANIFEST, StoreError, committed_generations
 from twinbed.runtime.offload.region import Region
-from twinbed.runtime.offload.store import MANIFEST, Store, StoreError, committed_generations
+from twinbed.runtime.offload.store import Store
 from twinbed.runtime.offload.transfers import Transfers
 
 LAYOUT = lay_out({"weight": (torch.float32, (1000, 2500)), "bias": (torch.float32, (1000,))})  # two chunks
