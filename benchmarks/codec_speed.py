@@ -28,7 +28,7 @@ from twinbed.kernels import (
     wire_bytes,
 )
 
-SIZES = (1 << 18, 1 << 22)
+SIZES = (1 << 18, 1 << 22, 1 << 26)
 NUM_SLICES = 8
 FORMATS = ((8, 2048), (4, 256))  # what qwZ and qgZ send by default
 ROUNDS = 5  # kernel, copy and eager in turn, so that all see the same machine

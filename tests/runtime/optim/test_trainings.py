@@ -123,7 +123,8 @@ def test_a_checkpoint_of_another_optimizer_is_refused(done):
 def test_gpt_tiny_learns_and_is_predicted_by_the_command(optimizer, tmp_path):
     """The choice as it is shipped, on two nodes of two ranks; one prediction beside it, and one alone."""
     out = tmp_path / "out"
-    keys = (f"optimizer={optimizer}", "comm=zero3", "batch.sequence=64", "steps=8")
+    link = "cluster.inter_node.bandwidth_Bps=62.5e6"
+    keys = (f"optimizer={optimizer}", "comm=zero3", "batch.sequence=64", "steps=8", link)
     both = command(*keys, f"hydra.run.dir={out}", cwd=tmp_path)
     assert "ledgers: equal" in both.stdout
     real = read_record(out / "runtime").result
