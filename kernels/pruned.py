@@ -93,9 +93,8 @@ class _PrunedMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        if (
-            torch.is_grad_enabled()
-        ):  # the kernels leave no graph: what is differentiated again would lack a part
+        # The kernels leave no graph: what is differentiated again would lack a part
+        if torch.is_grad_enabled():
             raise RuntimeError(
                 "pruned_matmul has no second derivative (create_graph=True); reference=True has one"
             )

@@ -74,9 +74,8 @@ def encode_corrected(x_Rn: Tensor, layout: Layout, out_Rw: Tensor, errors_Rn: Te
     decoded = decode(out_Rw, layout)
     moved = beta * errors_Rn.float() + (1.0 - beta) * (total_Rn - decoded)
     moved = moved.masked_fill(decoded.isnan(), 0.0)
-    if (
-        errors_Rn.dtype == torch.float16
-    ):  # an error that does not fit must not become Inf, which never goes away
+    # An error that does not fit must not become Inf, which never goes away
+    if errors_Rn.dtype == torch.float16:
         moved = moved.clamp(-FLOAT16_MAX, FLOAT16_MAX)
     errors_Rn.copy_(moved)
 

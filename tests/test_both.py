@@ -63,7 +63,7 @@ def test_both_targets_leave_equal_ledgers_and_a_report(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 def test_states_on_disk_are_predicted_from_the_disks_own_rates(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    cluster = ("cluster.nodes=1", "cluster.devices_per_node=2", "cluster.shaped=false")
+    cluster = ("cluster.nodes=2", "cluster.devices_per_node=1", "cluster.shaped=false")
     keys = ("offload=disk", "offload.policy=auto", "offload.memory_bytes=600000", "precision=fp32")
     done = run(
         str(ROOT / "run.py"), "comm=zero3", *SMALL, *cluster, *keys, f"hydra.run.dir={out}", cwd=tmp_path
@@ -73,6 +73,8 @@ def test_states_on_disk_are_predicted_from_the_disks_own_rates(tmp_path: Path) -
     sim, real = read_record(out / "sim"), read_record(out / "runtime")
     for record in (sim, real):
         assert any(decision.event.startswith("ChunkStep") for decision in record.decisions)
+    for key in ("far_memory_bytes", "moved_bytes"):  # of one node, and of one rank
+        assert sim.result[key] == real.result[key]
     measured = json.loads((out / "probe_before" / "probe.json").read_text())["disk"]
     if measured is not None:  # else: no direct I/O here
         disk = sim.result["experiment"]["cluster"]["disk"]

@@ -1,7 +1,6 @@
 """Token generation with layers streamed from a store: the model may be larger than memory."""
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from ...policies.offload import Kind, OffloadAction, OffloadEvent, build_offload
 from ..checkpoint import Checkpoint
 from ..model import GPT, Block, Past
 from .header import Layout, lay_out
-from .manifest import StoreError, committed_generations, stored_identity
+from .manifest import StoreError, committed_generations, remove_store, stored_identity
 from .region import Region
 from .residency import Residency
 from .store import Store
@@ -170,7 +169,7 @@ def import_weights(checkpoint: Checkpoint, spec: ModelSpec, folder: Path) -> Sto
             raise StoreError(f"{folder} holds a store of a training: give another folder")
         if found == json.loads(json.dumps(identity)):
             return Store.open(folder, layouts, identity, shared=True)
-        shutil.rmtree(folder)
+        remove_store(folder)
     store = Store.create(folder, layouts, identity, num_slots=1)
     try:
         for entry, layout in layouts.items():

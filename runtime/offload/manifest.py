@@ -80,6 +80,18 @@ def locked(folder: Path, *, shared: bool) -> IO[str]:
     return file
 
 
+def remove_store(folder: Path) -> None:
+    """Delete a store's files, and nothing else that lies in its folder.
+
+    Raises:
+        StoreError: Another process has it.
+    """
+    with locked(folder, shared=False):
+        (folder / MANIFEST).unlink(missing_ok=True)
+        for path in folder.glob("*.safetensors"):
+            path.unlink()
+
+
 def read_manifest(folder: Path) -> tuple[list[Commit], dict[str, Any]]:
     path = folder / MANIFEST
     try:

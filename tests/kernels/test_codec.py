@@ -327,6 +327,9 @@ def test_wrong_input_is_named():
         encode_segments(x.view(2, 5), segments=(5,), bits=8, block=4, order=(0, 2))
     with pytest.raises(ValueError, match="accumulate"):
         decode(encode(x, bits=8, block=4), bits=8, block=4, numel=10, accumulate=True)
+    codes, scales = quantize_blocks(x[:8], bits=8, block=4)
+    with pytest.raises(ValueError, match="codes are torch.int32"):
+        dequantize_blocks(codes.int(), scales, bits=8, block=4, numel=8, dtype=torch.float32)
     with pytest.raises(ValueError, match="do not fit numel=12"):
         dequantize_blocks(
             *quantize_blocks(x[:8], bits=8, block=4), bits=8, block=4, numel=12, dtype=torch.float32

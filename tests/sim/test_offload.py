@@ -398,6 +398,11 @@ def test_keys_without_effect_are_named():
         ["target=sim", "cluster=dgx_a100", "comm=zero3", "offload=cpu", "offload.activations=0.1"]
     ).warnings
     assert "offload.activations=0.1 has no effect with offload=cpu and offload.policy=static" in warnings
+    warnings = compose(
+        ["target=sim", "offload=disk", "offload.io_threads=1", "offload.path=/nowhere"]
+    ).warnings
+    assert "offload.io_threads=1 has no effect with target=sim" in warnings
+    assert "offload.path=/nowhere has no effect with target=sim" in warnings
 
 
 def test_the_published_row_runs():

@@ -256,8 +256,8 @@ def test_a_policy_of_ones_own_runs_on_every_engine(make_experiment, make_spec):
 
 def test_chunks_on_several_streams_overlap(make_experiment, make_spec):
     """Streams are first in, first out: on three, a chunk is encoded while the one before travels."""
-    slow = DeviceConf(memory_Bps=1e9)
-    changes = {"cluster_backend": Backend.nccl, "cluster_device": slow}
+    probed = HostConf(codec_ns_per_element={"encode8": 10.0, "decode8": 10.0})
+    changes = {"cluster_backend": Backend.nccl, "cluster_host": probed}
     inter = InterNodeConf(bandwidth_Bps=2e8)
 
     def took(streams):
@@ -266,7 +266,7 @@ def test_chunks_on_several_streams_overlap(make_experiment, make_spec):
             "iteration_s"
         ]
 
-    assert took(("encode", "wire", "decode"))["mean"] < 0.97 * took(("", "", ""))["mean"]
+    assert took(("encode", "wire", "decode"))["mean"] < 0.95 * took(("", "", ""))["mean"]
 
 
 @dataclass(frozen=True)

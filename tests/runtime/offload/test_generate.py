@@ -134,9 +134,15 @@ def test_weights_follow_a_checkpoint_that_is_moved_or_written_again(checkpoint, 
     shutil.copytree(checkpoint.folder, moved)  # with times, as a move has it
     import_weights(dataclasses.replace(known, folder=moved), SPEC, folder).close()
     assert (folder / MANIFEST).stat().st_mtime_ns == written_ns
+    (folder / "notes.txt").write_text("of the user")
     os.utime(moved / next(iter(files)))  # trained again
+    reader = import_weights(known, SPEC, folder)
+    with pytest.raises(StoreError, match="in use"):
+        import_weights(dataclasses.replace(known, folder=moved), SPEC, folder)
+    reader.close()
     import_weights(dataclasses.replace(known, folder=moved), SPEC, folder).close()
     assert (folder / MANIFEST).stat().st_mtime_ns > written_ns
+    assert (folder / "notes.txt").read_text() == "of the user"
 
 
 def test_the_store_of_a_training_is_not_replaced(checkpoint, tmp_path):
@@ -203,5 +209,8 @@ def test_the_command_writes_text(checkpoint, tmp_path, capsys):
 def test_the_command_says_what_is_wrong(checkpoint, tmp_path, capsys):
     assert main([str(tmp_path / "nothing")]) == 1
     assert "twinbed-generate: CHECKPOINT=" in capsys.readouterr().err
+    for more in (["--temperature", "nan"], ["--memory-bytes", "1e9", "--offload", "none"]):
+        assert main([str(tmp_path), *more]) == 1
+        assert more[0] in capsys.readouterr().err
     assert main([str(tmp_path), "--tokens", "100"]) == 1
     assert "more than the 24 positions" in capsys.readouterr().err
