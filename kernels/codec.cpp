@@ -1,65 +1,17 @@
-// Block codec on a CPU: segments, messages and their sums. One block of elements: block.h.
+// Block codec on a CPU: messages, their sums and what Python calls. One segment: segment.h.
 //
 // No state and no libraries: any number of threads may call in, with the interpreter's lock released. A call may use
 // the threads of torch's pool; blocks do not depend on each other, so the result is the same with any number.
 
 #include "block.h"
+#include "pool.h"
+#include "segment.h"
 
-#include <dlfcn.h>
-
-#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 
 namespace {
-
-constexpr int64_t kFetch = 8192;  // bytes; a longer block is streamed by the processor itself. A guess.
-
-// ---- one segment ----
-
-struct Segment {
-  int64_t numel, block, blocks, codes_bytes;
-
-  Segment(int64_t numel_, int64_t block_, int bits) : numel(numel_), block(block_) {
-    if (block == 0) block = numel + (numel & 1);
-    blocks = numel == 0 ? 0 : (numel + block - 1) / block;
-    codes_bytes = block_codes_bytes(blocks * block, bits);
-  }
-  int64_t wire_bytes() const { return codes_bytes + 4 * blocks; }
-  int64_t length(int64_t index) const {
-    const int64_t rest = numel - index * block;
-    return rest < block ? rest : block;
-  }
-};
-
-// Asks for what is read next: a block is read twice, and meanwhile the memory would have nothing to do.
-inline void fetch(const void* at, int64_t nbytes) {
-  const char* line = static_cast<const char*>(at);
-  const int64_t near = nbytes < kFetch ? nbytes : kFetch;
-  for (int64_t i = 0; i < near; i += 64) __builtin_prefetch(line + i, 0, 2);
-}
-
-// Blocks [from, past) of it; the pointers are to its first one.
-template <class T, int Bits>
-void encode_segment(const typename T::Word* x, const Segment& s, int64_t from, int64_t past, uint8_t* codes,
-                    uint8_t* scales) {
-  for (int64_t b = from; b < past; ++b) {
-    if (b + 1 < past) fetch(x + (b + 1) * s.block, s.length(b + 1) * static_cast<int64_t>(sizeof(typename T::Word)));
-    encode_block<T, Bits>(x + b * s.block, s.length(b), s.block, codes + b * block_codes_bytes(s.block, Bits),
-                          scales + 4 * b);
-  }
-}
-
-template <class T, int Bits, bool Add>
-void decode_segment(const uint8_t* codes, const uint8_t* scales, const Segment& s, int64_t from, int64_t past,
-                    typename T::Word* out) {
-  for (int64_t b = from; b < past; ++b) {
-    decode_block<T, Bits, Add>(codes + b * block_codes_bytes(s.block, Bits), scales + 4 * b, s.length(b), s.block,
-                               out + b * s.block);
-  }
-}
 
 // ---- whole messages ----
 
@@ -68,52 +20,6 @@ struct Format {
   int64_t num_segments;
   int64_t block;
 };
-
-// A share of all blocks: part `index` of `count` that work at the same time.
-struct Part {
-  int64_t index, count;
-
-  int64_t first_of(int64_t units) const { return units * index / count; }
-  int64_t past_of(int64_t units) const { return units * (index + 1) / count; }
-};
-
-// The pool of threads that torch computes with (GNU OpenMP; LLVM's answers to the same names), found in the process and
-// not linked: a pool of our own would compete with it, and to start threads costs a third of a call's time. Without it
-// the caller does all the work.
-struct Pool {
-  void (*parallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
-  int (*index)();
-  int (*count)();
-
-  Pool() {
-    parallel = reinterpret_cast<decltype(parallel)>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-    index = reinterpret_cast<decltype(index)>(dlsym(RTLD_DEFAULT, "omp_get_thread_num"));
-    count = reinterpret_cast<decltype(count)>(dlsym(RTLD_DEFAULT, "omp_get_num_threads"));
-  }
-  bool usable() const { return parallel && index && count; }
-};
-
-struct Job {
-  const Pool& pool;
-  const std::function<int(Part)>& work;
-  std::atomic<int> worst;  // status
-};
-
-void run_job(void* data) {
-  Job& job = *static_cast<Job*>(data);
-  const int status = job.work(Part{job.pool.index(), job.pool.count()});  // there may be fewer than were asked for
-  int seen = job.worst.load();
-  while (status > seen && !job.worst.compare_exchange_weak(seen, status)) {
-  }
-}
-
-int run_parts(int threads, const std::function<int(Part)>& work) {
-  static const Pool pool;  // of the process, as the names are
-  if (threads <= 1 || !pool.usable()) return work(Part{0, 1});
-  Job job{pool, work, {0}};
-  pool.parallel(run_job, &job, static_cast<unsigned>(threads), 0);
-  return job.worst.load();
-}
 
 template <class T, int Bits>
 int encode_part(const void* x, const Segment& s, uint8_t* codes, uint8_t* scales, Part part) {
@@ -383,7 +289,7 @@ template <class T>
 int64_t first_bad(const void* x, int64_t numel, int64_t block) {
   const Segment s(numel, block, 8);
   for (int64_t b = 0; b < s.blocks; ++b) {
-    const float absmax = T::absmax(static_cast<const typename T::Word*>(x) + b * s.block, s.length(b));
+    const float absmax = absmax_of<T>(static_cast<const typename T::Word*>(x) + b * s.block, s.length(b));
     if (bits_of(absmax) >= 0x7f800000u) return b;
   }
   return -1;

@@ -101,17 +101,46 @@ def test_every_16_bit_pattern_native_equals_reference(bits, dtype):
         )
 
 
-def test_every_rounding_to_16_bits_equals_torch():
+@pytest.mark.parametrize("block", [4, 64])  # shorter and as long as what wide vectors work on
+def test_every_rounding_to_16_bits_equals_torch(block):
     """Decoding writes bf16 and fp16 with torch's own rounding: scales chosen to fall on and beside ties."""
     generator = torch.Generator().manual_seed(0)
     exponents = torch.randint(-150, 128, (4096,), generator=generator).double()
     mantissas = torch.randint(0, 2**11, (4096,), generator=generator).double() / 2**11 + 1
     scales = (mantissas * 2.0**exponents).float()
-    codes = torch.randint(-127, 128, (4096 * 4,), generator=generator).to(torch.int8)
+    codes = torch.randint(-127, 128, (4096 * block,), generator=generator).to(torch.int8)
     for dtype in DTYPES:
-        args = {"bits": 8, "block": 4, "numel": codes.numel(), "dtype": dtype}
+        args = {"bits": 8, "block": block, "numel": codes.numel(), "dtype": dtype}
         native = dequantize_blocks(codes, scales, **args)
-        assert torch.equal(native, (codes.float().view(-1, 4) * scales[:, None]).view(-1).to(dtype))
+        assert torch.equal(native, (codes.float().view(-1, block) * scales[:, None]).view(-1).to(dtype))
+        packed = codes.view(torch.uint8).view(-1, 2)[:, 0].contiguous()
+        args = {"bits": 4, "block": block, "numel": codes.numel(), "dtype": dtype}
+        native = dequantize_blocks(packed, scales, **args)
+        assert torch.equal(native, dequantize_blocks(packed, scales, **args, reference=True))
+
+
+@relaxed
+@given(
+    st.lists(
+        st.sampled_from([0.0, 1e-44, 1e-30, 1e-3, 1.0, 1.0, 1.0, 3e38, math.nan]), min_size=1, max_size=40
+    ),
+    st.sampled_from([64, 128, 192, 256, 512, 2048, 4096]),
+    st.sampled_from([0, 1, 63, 64]),
+    st.sampled_from([8, 4]),
+    any_dtype,
+    st.integers(0, 2**16),
+)
+def test_blocks_of_all_kinds_beside_each_other_native_equals_reference(kinds, block, more, bits, dtype, seed):
+    """Short blocks are packed in groups, each while the next is looked at: none may have another's scale."""
+    x = sample(len(kinds) * block + more, torch.float32, seed)
+    for index, magnitude in enumerate(kinds):
+        x[index * block : (index + 1) * block] *= magnitude
+    x = x.to(dtype)
+    message = encode(x, bits=bits, block=block)
+    assert torch.equal(message, encode(x, bits=bits, block=block, reference=True))
+    back = decode(message, bits=bits, block=block, numel=x.numel(), dtype=dtype)
+    plain = decode(message, bits=bits, block=block, numel=x.numel(), dtype=dtype, reference=True)
+    assert torch.equal(back.nan_to_num(nan=77.0), plain.nan_to_num(nan=77.0))
 
 
 def test_ties_go_to_even():

@@ -2,9 +2,13 @@
 
 import json
 import os
+import platform
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 import torch
 
 import twinbed.kernels.native as native
@@ -18,6 +22,8 @@ from twinbed.kernels import (
     reduce_quantize_with_feedback,
 )
 from twinbed.kernels.codec import threads_for
+
+CODEC_TESTS = Path(__file__).with_name("test_codec.py")
 
 # `native` imports no torch, so a process that loads it by its file starts in a moment.
 LOAD = f"""
@@ -115,6 +121,34 @@ def test_a_compiler_that_fails_is_quoted(tmp_path):
     assert "out of luck" in reason
     assert err.count("RuntimeWarning") == 1
     assert not list((tmp_path / "twinbed" / "kernels").glob("*.tmp"))
+
+
+def test_this_processors_own_instructions_are_used(tmp_path):
+    """A source that only compiles for another processor would be built for any, and be slow, without a word."""
+    program = "int main() { return 0; }"
+    command = ["c++", *native._FLAGS, *native._TUNING[0], "-x", "c++", "-", "-o", str(tmp_path / "empty")]
+    if subprocess.run(command, input=program, text=True, capture_output=True).returncode != 0:
+        pytest.skip("this compiler does not know this processor")
+    _, reason, _, _ = finish(start(str(tmp_path)))
+    assert reason.endswith(" ".join(native._TUNING[0]))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("without", ["-mno-avx512bf16", "-mno-avx512vbmi", "-mno-avx512f", "-mno-avx2"])
+def test_other_processors_give_the_same_bits(without, tmp_path):
+    """What this machine's vectors do, loops for any processor do elsewhere: all of the codec's tests, built for one."""
+    if platform.machine() != "x86_64":
+        pytest.skip("instruction sets of x86")
+    compiler = shutil.which("c++")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CODEC_TESTS)],
+        env=environment(CXX=f"{compiler} {without}", XDG_CACHE_HOME=str(tmp_path), PYTEST_ADDOPTS=""),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert list((tmp_path / "twinbed" / "kernels").glob("*.so"))
 
 
 def test_without_a_compiler_the_reference_works_and_says_so_once(tmp_path):
