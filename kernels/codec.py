@@ -14,17 +14,25 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from . import reference as plain
+from .arguments import (
+    DTYPES,
+    check_dtype,
+    error_rows,
+    flat_of,
+    messages_of,
+    out_rows,
+    row_indices,
+    rows_of,
+)
 from .gpu import codec_for
 from .layout import Layout, check_format, code_bytes, layout_of, num_blocks
 from .native import load
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers as in codec.cpp
 NATIVE_BITS = (8, 4)
 # Bytes that a thread more is worth: it codes so many in 13 us, and wakes in a few. A guess, near torch's own grain.
 THREAD_BYTES = 1 << 18
@@ -93,7 +101,9 @@ def dequantize_blocks(
         raise ValueError(
             f"codes are {codes.dtype}; they must be int8 or uint8, as quantize_blocks returned them"
         )
-    _check_dtype(dtype)
+    if scales.device != codes.device:
+        raise ValueError(f"scales are on {scales.device}; they must be on {codes.device}, as the codes are")
+    check_dtype(dtype)
     packed, scales = codes.contiguous().view(torch.uint8), scales.float().contiguous()
     gpu = None if reference else codec_for(packed, bits=bits, block=block)
     library = None if reference else native_for(packed, bits)
@@ -192,17 +202,17 @@ def encode_rows(
     as `feedback` says.
     """
     rows = rows_of(x, layout.numel, "x")
-    _check_dtype(x.dtype)
+    check_dtype(x.dtype)
     if order is not None and x.dim() != 2:
         raise ValueError(f"order picks rows, but x has shape {tuple(x.shape)}; give it as [rows, n]")
     indices = None if order is None else row_indices(tuple(order), rows.shape[0])
     num_out = rows.shape[0] if indices is None else len(indices)
-    errors = None if error is None else error_rows(error, num_out, layout.numel)
+    errors = None if error is None else error_rows(error, num_out, layout.numel, x.device)
     if out is None:
         out = torch.empty(num_out, layout.wire_bytes, dtype=torch.uint8, device=x.device)
         result = out if x.dim() == 2 else out[0]
     else:
-        result, out = out, out_rows(out, num_out, layout.wire_bytes, (torch.uint8,))
+        result, out = out, out_rows(out, num_out, layout.wire_bytes, (torch.uint8,), x.device)
     gpu = None if reference else codec_for(rows, bits=layout.bits, block=layout.block)
     library = None if reference else native_for(rows, layout.bits)
     if gpu is not None:
@@ -262,11 +272,11 @@ def decode_segments(
     if accumulate and (out is None or out.dtype != torch.float32):
         raise ValueError(f"accumulate adds into an fp32 out, got {'none' if out is None else out.dtype}")
     if out is None:
-        _check_dtype(dtype)
+        check_dtype(dtype)
         out = torch.empty(messages.shape[0], layout.numel, dtype=dtype, device=buf.device)
         result = out if buf.dim() == 2 else out[0]
     else:
-        result, out = out, out_rows(out, messages.shape[0], layout.numel, tuple(DTYPES))
+        result, out = out, out_rows(out, messages.shape[0], layout.numel, tuple(DTYPES), buf.device)
     gpu = None if reference else codec_for(messages, bits=bits, block=block)
     library = None if reference else native_for(messages, bits)
     if gpu is not None:
@@ -314,66 +324,3 @@ def check(status: int) -> None:
     if status == 1:
         raise MemoryError("no memory for the sum of the longest segment")
     assert status == 0, f"native codec refused a format that it was said to serve (status {status})"
-
-
-def messages_of(buf: Tensor, layout: Layout) -> Tensor:
-    """`buf` as [rows, wire], checked."""
-    if buf.dtype != torch.uint8:
-        raise ValueError(f"messages are uint8, got {buf.dtype}")
-    return rows_of(buf, layout.wire_bytes, "buf")
-
-
-def rows_of(x: Tensor, width: int, name: str) -> Tensor:
-    """`x` as [rows, width], its last dimension contiguous, outside of autograd."""
-    if x.dim() not in (1, 2) or x.shape[-1] != width:
-        raise ValueError(
-            f"{name} has shape {tuple(x.shape)}, but these segments take [{width}] or [rows, {width}]"
-        )
-    x = x.detach() if x.requires_grad else x
-    x = x if x.dim() == 2 else x[None]
-    return x if x.stride(1) == 1 or width <= 1 else x.contiguous()
-
-
-def out_rows(out: Tensor, rows: int, width: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
-    view = out if out.dim() == 2 else out[None]
-    if view.shape != (rows, width) or out.dtype not in dtypes or (width > 1 and view.stride(-1) != 1):
-        raise ValueError(
-            f"out is {out.dtype} {tuple(out.shape)} with strides {out.stride()}; it must be [{rows}, {width}]"
-            f"{f' or [{width}]' if rows == 1 else ''}, one of {[str(d) for d in dtypes]}, last stride 1"
-        )
-    return view.detach() if view.requires_grad else view
-
-
-@lru_cache(maxsize=256)
-def row_indices(order: tuple[int, ...], rows: int) -> ctypes.Array[ctypes.c_int64]:
-    for index in order:
-        if not 0 <= index < rows:
-            raise ValueError(f"order names row {index}, but x has {rows} rows")
-    return (ctypes.c_int64 * len(order))(*order)
-
-
-def flat_of(x: Tensor) -> Tensor:
-    _check_dtype(x.dtype)
-    return (x.detach() if x.requires_grad else x).reshape(-1).contiguous()
-
-
-def _check_dtype(dtype: torch.dtype) -> None:
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype} is not supported; use one of {[str(known) for known in DTYPES]}")
-
-
-def error_rows(error: Tensor, rows: int, numel: int) -> Tensor:
-    view = error if error.dim() == 2 else error[None]
-    apart = rows <= 1 or not numel or view.stride(0) >= numel
-    fits = (
-        view.shape == (rows, numel)
-        and error.dtype in DTYPES
-        and (numel <= 1 or view.stride(-1) == 1)
-        and apart
-    )
-    if not fits:
-        raise ValueError(
-            f"error is {error.dtype} {tuple(error.shape)} with strides {error.stride()}; it must be [{rows}, {numel}]"
-            f"{f' or [{numel}]' if rows == 1 else ''}, one of {[str(d) for d in DTYPES]}, last stride 1, rows apart"
-        )
-    return view.detach()

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .codec import DTYPES, encode_rows
+from .arguments import DTYPES
+from .codec import encode_rows
 from .layout import layout_of
 from .reduce import reduce_encode
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .codec import DTYPES, check, flat_of, messages_of, native_for, native_layout
+from .arguments import DTYPES, flat_of, messages_of
+from .codec import check, native_for, native_layout
 from .layout import SCALE_bytes, code_bytes, layout_of, num_blocks
 from .native import load
 

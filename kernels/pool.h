@@ -8,6 +8,10 @@
 #include <cstdint>
 #include <functional>
 
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
+
 namespace {
 
 // A share of all blocks: part `index` of `count` that work at the same time.
@@ -34,15 +38,29 @@ struct Pool {
   bool usable() const { return parallel && index && count; }
 };
 
+// How a thread treats denormals is its own: those of the pool shall do as the caller does.
+struct FloatMode {
+#ifdef __SSE__
+  unsigned control = _mm_getcsr();
+  void set() const { _mm_setcsr(control); }
+#else
+  void set() const {}
+#endif
+};
+
 struct Job {
   const Pool& pool;
   const std::function<int(Part)>& work;
   std::atomic<int> worst;  // status
+  FloatMode mode = {};
 };
 
 void run_job(void* data) {
   Job& job = *static_cast<Job*>(data);
+  const FloatMode own;
+  job.mode.set();
   const int status = job.work(Part{job.pool.index(), job.pool.count()});  // there may be fewer than were asked for
+  own.set();
   int seen = job.worst.load();
   while (status > seen && !job.worst.compare_exchange_weak(seen, status)) {
   }

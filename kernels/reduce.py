@@ -12,17 +12,8 @@ import torch
 from torch import Tensor
 
 from . import reference as plain
-from .codec import (
-    DTYPES,
-    NATIVE_BITS,
-    check,
-    encode_rows,
-    error_rows,
-    messages_of,
-    native_for,
-    native_layout,
-    threads_for,
-)
+from .arguments import DTYPES, error_rows, messages_of, out_vector, own_part
+from .codec import NATIVE_BITS, check, encode_rows, native_for, native_layout, threads_for
 from .gpu import codec_for
 from .layout import Layout, layout_of
 
@@ -51,13 +42,11 @@ def dequantize_reduce(
     """
     layout = layout_of(segments, bits=bits, block=block)
     messages = messages_of(bufs, layout)
-    own = own_part(own, layout.numel)
+    own = own_part(own, layout.numel, bufs.device)
     if out is None:
         out = torch.empty(layout.numel, device=bufs.device)
-    elif out.shape != (layout.numel,) or out.dtype != torch.float32 or not out.is_contiguous():
-        raise ValueError(
-            f"out is {out.dtype} {tuple(out.shape)}; it must be contiguous fp32 [{layout.numel}]"
-        )
+    else:
+        out_vector(out, layout.numel, torch.float32, bufs.device)
     gpu = None if reference else codec_for(messages, bits=bits, block=block)
     library = None if reference else native_for(messages, bits)
     if gpu is not None:
@@ -130,14 +119,12 @@ def reduce_encode(
 ) -> Tensor:
     """The message of the sum, in the format of `target`; with `error` [n] as in `codec.encode_rows`."""
     messages = messages_of(bufs, layout)
-    own = own_part(own, layout.numel)
+    own = own_part(own, layout.numel, bufs.device)
     if out is None:
         out = torch.empty(target.wire_bytes, dtype=torch.uint8, device=bufs.device)
-    elif out.shape != (target.wire_bytes,) or out.dtype != torch.uint8 or not out.is_contiguous():
-        raise ValueError(
-            f"out is {out.dtype} {tuple(out.shape)}; it must be contiguous uint8 [{target.wire_bytes}]"
-        )
-    errors = None if error is None else error_rows(error, 1, layout.numel)
+    else:
+        out_vector(out, target.wire_bytes, torch.uint8, bufs.device)
+    errors = None if error is None else error_rows(error, 1, layout.numel, bufs.device)
     serves = target.bits in NATIVE_BITS
     gpu = None if reference else codec_for(messages, bits=layout.bits, block=layout.block)
     library = None if reference or not serves else native_for(messages, layout.bits)
@@ -173,13 +160,3 @@ def reduce_encode(
             )
         )
     return out
-
-
-def own_part(own: Tensor | None, numel: int) -> Tensor | None:
-    if own is None:
-        return None
-    if own.shape != (numel,) or own.dtype not in DTYPES:
-        raise ValueError(
-            f"own is {own.dtype} {tuple(own.shape)}; it must be [{numel}], one of {[str(d) for d in DTYPES]}"
-        )
-    return own.detach().contiguous()

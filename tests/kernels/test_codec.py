@@ -12,8 +12,11 @@ from twinbed.kernels import (
     decode,
     decode_segments,
     dequantize_blocks,
+    dequantize_reduce,
+    dequantize_reduce_quantize,
     encode,
     encode_segments,
+    encode_with_feedback,
     prepare,
     quantize_blocks,
     slice_order,
@@ -363,3 +366,52 @@ def test_wrong_input_is_named():
         dequantize_blocks(
             *quantize_blocks(x[:8], bits=8, block=4), bits=8, block=4, numel=12, dtype=torch.float32
         )
+
+
+def test_what_lies_elsewhere_or_in_the_same_place_is_refused():
+    """The native code gets addresses: on another device there would be nothing, or another process's memory."""
+    x, elsewhere = torch.randn(128), torch.device("meta")
+    fmt = {"bits": 8, "block": 64}
+    message = encode(x, **fmt)
+    wire = message.numel()
+    slices = {**fmt, "segments": (128,)}
+    bytes_there, floats_there = message.to(elsewhere), x.to(elsewhere)
+    calls = {
+        "out": [
+            lambda: encode(x, **fmt, out=bytes_there),
+            lambda: decode(message, **fmt, numel=128, out=floats_there),
+            lambda: dequantize_reduce(message[None], **slices, out=floats_there),
+            lambda: dequantize_reduce_quantize(message[None], **slices, out=bytes_there),
+            lambda: encode_segments(torch.randn(4, 128), **slices, out=message.expand(4, wire)),
+            lambda: encode_segments(
+                torch.randn(4, 128),
+                **slices,
+                out=torch.zeros(4 * wire).byte().as_strided((4, wire), (wire - 8, 1)),
+            ),
+        ],
+        "error": [lambda: encode_with_feedback(x, floats_there, **slices)],
+        "own": [lambda: dequantize_reduce(message[None], floats_there, **slices)],
+        "scales": [
+            lambda: dequantize_blocks(
+                torch.zeros(128, dtype=torch.int8),
+                torch.ones(2, device=elsewhere),
+                **fmt,
+                numel=128,
+                dtype=x.dtype,
+            )
+        ],
+    }
+    for name, refused in calls.items():
+        for call in refused:
+            with pytest.raises(ValueError, match=f"^{name} "):
+                call()
+
+
+def test_a_negation_that_torch_keeps_for_later_counts():
+    x = torch.randn(256)
+    later = torch._neg_view(x)
+    assert later.is_neg()
+    assert torch.equal(encode(later, bits=8, block=64), encode(-x, bits=8, block=64))
+    message = encode(x, bits=8, block=64)
+    total = dequantize_reduce(message[None], later, segments=(256,), bits=8, block=64)
+    assert torch.equal(total, decode(message, bits=8, block=64, numel=256) - x)

@@ -16,6 +16,7 @@ from twinbed.kernels import (
     decode_segments,
     dequantize_reduce,
     dequantize_reduce_quantize,
+    encode,
     encode_segments,
     encode_with_feedback,
     quantize_blocks,
@@ -168,6 +169,21 @@ def test_without_a_compiler_the_reference_works_and_says_so_once(tmp_path):
     assert total == [3.0] * 4
     (only,) = [text for text in warned if "twinbed.kernels" in text]
     assert "Install a C++ compiler" in only
+
+
+def test_threads_treat_denormals_as_their_caller_does():
+    x = torch.full((3_000_000,), 1e-40)
+    threads = torch.get_num_threads()
+    assert torch.set_flush_denormal(True)
+    try:
+        torch.set_num_threads(4)
+        flushed = encode(x, bits=8, block=256)
+        assert torch.equal(flushed, encode(x, bits=8, block=256, reference=True))
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)
+    assert not flushed.any()
+    assert encode(x, bits=8, block=256).any()
 
 
 def test_any_number_of_threads_gives_the_same_bytes():
