@@ -14,11 +14,17 @@ def memory_advice(result: Mapping[str, Any]) -> list[str]:
     experiment = result.get("experiment") or {}
     if result.get("status") != "oom" or not experiment:
         return []
+    if (result.get("far_memory_bytes") or {}) and "host memory" in str(result.get("error")):
+        return _far(experiment)
     held = result.get("memory_bytes") or {}
     states = sum(held.get(key) or 0 for key in ("parameters", "gradients", "optimizer", "secondary_shard"))
-    working = sum(held.get(key) or 0 for key in ("activations", "buffers"))
-    groups = [(working, _activations(experiment)), (states, _states(experiment, held))]
-    least = _WORTH_IT * (working + states)
+    working, buffers = held.get("activations") or 0, held.get("buffers") or 0
+    groups = [
+        (working, _activations(experiment)),
+        (states, _states(experiment, held)),
+        (buffers, _gathered()),
+    ]
+    least = _WORTH_IT * (working + states + buffers)
     kept = sorted((group for group in groups if group[0] >= least), key=lambda group: -group[0])
     return [advice for _, group in kept for advice in group]
 
@@ -38,6 +44,23 @@ def _activations(experiment: Mapping[str, Any]) -> list[str]:
         found.append(f"a smaller batch.sequence (now {batch['sequence']:,} tokens)")
     if experiment.get("recompute") not in (None, "full"):
         found.append(f"recompute=full (now {experiment['recompute']})")
+    return found
+
+
+def _gathered() -> list[str]:
+    """Buffers hold whole units: no batch makes them smaller."""
+    return ["a model of smaller layers (buffers hold whole ones)"]
+
+
+def _far(experiment: Mapping[str, Any]) -> list[str]:
+    """Of what a node keeps outside its devices."""
+    offload = experiment.get("offload") or {}
+    found = ["more nodes, each with a smaller share (cluster.nodes)"]
+    if offload.get("name") == "cpu":
+        found.append("states on disk (offload=disk)")
+    for key in ("parameters", "optimizer"):
+        if offload.get(key):
+            found.append(f"a smaller share outside (offload.{key}, now {offload[key]:g})")
     return found
 
 

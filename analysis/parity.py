@@ -23,6 +23,7 @@ _FREE_KEYS = (
     "target",
     "launch",
     "cluster.host",
+    "cluster.disk",
     "cluster.source",
     "cluster.guesses",
     "cluster.intra_node",

@@ -1,7 +1,8 @@
 """Speed of the kernels on this machine's cores: bytes read and written per second, beside a copy in the same run.
 
-Run: python benchmarks/codec_speed.py [--threads N]. With two threads, as the targets are stated, it says for each
-whether it is met; with `--threads 1` the figures are those of a rank that has a core for itself.
+Run: python benchmarks/codec_speed.py [--threads N] [--compiled]. With two threads, as the targets are stated, it says
+for each whether it is met; with `--threads 1` the figures are those of a rank that has a core for itself. `--compiled`
+sets the reference under torch.compile beside them, which is how the C++ was chosen.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from twinbed.kernels import (
     pruned_matmul,
     wire_bytes,
 )
+from twinbed.kernels import reference as plain
 
 SIZES = (1 << 18, 1 << 22, 1 << 26)
 NUM_SLICES = 8
@@ -45,6 +47,7 @@ def main(argv: Sequence[str] = ()) -> None:
     """Print one row a kernel: GB/s, against copy_ of as many bytes, and against the eager reference."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--compiled", action="store_true")
     arguments = parser.parse_args(argv)
     threads = torch.get_num_threads()
     torch.set_num_threads(arguments.threads)
@@ -64,6 +67,8 @@ def main(argv: Sequence[str] = ()) -> None:
         _feedback_and_check_rows(SIZES[-1])
         _call_row()
         _pruned_rows()
+        if arguments.compiled:
+            _compiled_rows(SIZES[1])
         if arguments.threads == 2:
             for numel in SIZES[1:]:
                 print(f"\ntargets, two threads, from bf16, {numel:,} elements:")
@@ -129,6 +134,42 @@ def _reduce_rows(numel: int, *, judge: bool) -> list[tuple[str, float, float]]:
     if not judge:
         return []
     return [("reduce and quantize 8 slices, times its parts", parts_s / fused_s, MUST_OF_PARTS)]
+
+
+def _compiled_rows(numel: int) -> None:
+    """The same work by torch.compile of the reference: each kernel, and the parts of the fused one."""
+    slice_numel = numel // NUM_SLICES
+    for bits, block in FORMATS:
+        x = torch.randn(1, numel).bfloat16()
+        quantize = torch.compile(partial(plain.quantize, x, bits=bits, block=block), dynamic=False)
+        start = time.perf_counter()
+        codes, scales = quantize()
+        first_s = time.perf_counter() - start
+        format_ = {"bits": bits, "block": block, "numel": numel}
+        dequantize = torch.compile(partial(plain.dequantize, codes, scales, **format_), dynamic=False)
+        message = encode(x, bits=bits, block=block)
+        for kind, native, compiled in (
+            ("quantize", partial(encode, x, bits=bits, block=block, out=message), quantize),
+            ("dequantize", partial(decode, message, **format_), dequantize),
+        ):
+            native_s, compiled_s = _in_turn(native, compiled)
+            print(
+                f"torch.compile, {kind} {bits} bits, {numel:,} elements: {compiled_s * 1e6:,.0f} us, "
+                f"{compiled_s / native_s:.1f} times the native {native_s * 1e6:,.0f} us (first call {first_s:.0f} s)"
+            )
+    back = torch.compile(partial(plain.dequantize, bits=bits, block=block, numel=slice_numel), dynamic=False)
+    add = torch.compile(lambda values: values.sum(0))
+    again = torch.compile(partial(plain.quantize, bits=bits, block=block), dynamic=False)
+    slices = torch.randn(NUM_SLICES, slice_numel)
+    codes, scales = plain.quantize(slices, bits=bits, block=block)
+    received = encode_segments(slices, segments=(slice_numel,), bits=bits, block=block)
+    fused_s, parts_s = _in_turn(
+        partial(dequantize_reduce_quantize, received, segments=(slice_numel,), bits=bits, block=block),
+        lambda: again(add(back(codes, scales))[None]),
+    )
+    print(
+        f"torch.compile, reduce and quantize {NUM_SLICES} slices in parts: {parts_s / fused_s:.1f} times the fused"
+    )
 
 
 def _feedback_and_check_rows(numel: int) -> None:

@@ -33,7 +33,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from twinbed.kernels import (
+    code_bytes,
     decode_segments,
+    dequantize_blocks,
     dequantize_reduce,
     dequantize_reduce_quantize,
     encode_segments,
@@ -48,7 +50,7 @@ from twinbed.kernels import (
 LIMIT_s = 480
 FORMATS = ((8, 2048), (4, 256))
 NUM_SLICES = 8
-GOAL_OF_COPY = 0.8  # issue's goal for a data-centre GPU
+GOAL_OF_COPY = 0.8  # on a data-centre GPU
 NODES, LOCAL = 2, 4  # of the virtual ranks
 TIE = 1e-6  # integers may differ by a step where a quotient is so near a tie; counted
 
@@ -162,7 +164,7 @@ def _equality(check: Check) -> None:
             ours = encode_segments(x, **options, order=order)
             plain = encode_segments(x, **options, order=order, reference=True)
             apart = int((ours != plain).sum())
-            near, far = (0, 0) if not apart else _near_ties(x[list(order)], ours, plain, options)
+            near, far = (0, 0) if not apart else near_ties(x[list(order)], ours, plain, options)
             native = encode_segments(x.cpu(), **options, order=order)
             values = torch.equal(
                 decode_segments(ours, **options, dtype=dtype),
@@ -199,14 +201,31 @@ def _equality(check: Check) -> None:
         check.say(f"pruned matmul {dtype}: gradients off by {off:.1e} (relative)", off < tolerance)
 
 
-def _near_ties(x: Tensor, ours: Tensor, plain: Tensor, options: dict[str, Any]) -> tuple[int, int]:
-    """Values that differ because a quotient is near a tie, and for another reason."""
-    a, b = decode_segments(ours, **options), decode_segments(plain, **options, reference=True)
-    step = (a - b).abs()
-    differs = step > 0
-    quotient = x.float()[differs] / step[differs]
-    near = ((quotient - quotient.floor() - 0.5).abs() <= TIE).sum()
-    return int(near), int(differs.sum()) - int(near)
+def near_ties(x: Tensor, ours: Tensor, plain: Tensor, options: dict[str, Any]) -> tuple[int, int]:
+    """Codes that differ by one step because the quotient is near a tie, and those that differ for another reason.
+
+    Args:
+        x: Rows, as they were encoded.
+        ours, plain: Their messages by the kernel and by the reference.
+    """
+    near = far = 0
+    (numel,), bits, block = options["segments"], options["bits"], options["block"]
+    ones = torch.ones(-(-numel // block), device=x.device)
+    split = code_bytes(numel, bits=bits, block=block)
+
+    def codes(message: Tensor) -> Tensor:
+        fmt = {"bits": bits, "block": block, "numel": numel, "dtype": torch.float32}
+        return dequantize_blocks(message[:split], ones, **fmt, reference=True).double()
+
+    for row, a, b in zip(x, ours, plain, strict=True):
+        scales = b[split:].clone().view(torch.float32).double().repeat_interleave(block)[:numel]
+        steps = (codes(a) - codes(b)).abs()
+        quotient = row.double() / scales
+        tie = (quotient - quotient.floor() - 0.5).abs() <= TIE
+        near += int(((steps == 1) & tie).sum())
+        far += int(((steps > 1) | ((steps == 1) & ~tie)).sum())
+        far += int((a[split:] != b[split:]).sum())  # a scale is no code
+    return near, far
 
 
 def _speed(check: Check) -> None:

@@ -211,6 +211,8 @@ def _import_deepspeed(config: DictConfig, warnings: list[str]) -> DictConfig:
         OmegaConf.update(config, key, value)
     if imported.auto:
         warnings.append(f"{path}: twinbed's own values stand for {', '.join(imported.auto)} ('auto')")
+    if imported.offload:
+        warnings.append(f"{path}: it offloads, which is not followed by itself: add {imported.offload}")
     if imported.ignored:
         warnings.append(f"{path}: no effect here: {', '.join(imported.ignored)}")
     return config

@@ -67,6 +67,7 @@ class DeepSpeedImport:
     ]  # "comm.zero_stage" -> 3; "optimizer" and "precision" name a choice of that group
     auto: tuple[str, ...]  # keys of the file set to "auto": twinbed's own values stand
     ignored: tuple[str, ...]  # keys of the file that have no effect here
+    offload: str = ""  # what to type for the offload that the file asks for; "": it asks for none
     # Of overrides that the file does not spell out: why they are what DeepSpeed would do
     unsaid: dict[str, str] = field(default_factory=dict)
 
@@ -116,7 +117,7 @@ def read_deepspeed_config(path: str | Path) -> DeepSpeedImport:
         overrides |= left
         unsaid |= dict.fromkeys(left, "as DeepSpeed's FusedLamb has it")
     auto = tuple(key for key in leaves if key in reader.auto)
-    return DeepSpeedImport(overrides, auto, ignored, unsaid)
+    return DeepSpeedImport(overrides, auto, ignored, _offload(reader), unsaid)
 
 
 @dataclass(slots=True)
@@ -217,6 +218,25 @@ def _zero(reader: _Reader) -> dict[str, object]:
         else:
             reader.used.discard(f"{section}.{key}")
     return overrides
+
+
+def _offload(reader: _Reader) -> str:
+    """Overrides for the file's offload, or nothing. To be typed: whether ours can depends on the cluster too."""
+    places = {}
+    for key, section in (("parameters", "offload_param"), ("optimizer", "offload_optimizer")):
+        place = reader.text(f"zero_optimization.{section}.device") if _is_section(reader, section) else None
+        if place not in (None, "none"):
+            places[key] = "disk" if place == "nvme" else "cpu"
+    if not places:
+        return ""
+    farthest = "disk" if "disk" in places.values() else "cpu"
+    near = [f"offload.{key}=0" for key in ("parameters", "optimizer") if key not in places]
+    return " ".join([f"offload={farthest}", *near])
+
+
+def _is_section(reader: _Reader, section: str) -> bool:
+    zero = reader.data.get("zero_optimization")
+    return isinstance(zero, Mapping) and isinstance(zero.get(section), Mapping)
 
 
 def _limits(reader: _Reader) -> dict[str, object]:

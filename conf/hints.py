@@ -1,6 +1,7 @@
 """What Hydra's own errors leave unsaid: the legal keys beside an unknown one, and the unit of a refused value."""
 
 from dataclasses import fields, is_dataclass
+from typing import get_origin, get_type_hints
 
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
@@ -41,7 +42,16 @@ def hint(error: BaseException | None) -> str:
         legal = ", ".join(f.name for f in fields(node))
         return f"there is no key {key}; legal keys{f' of {where}' if where else ''}: {legal}"
     if isinstance(error, ValidationError):
+        node, name = error.object_type, key.rpartition(".")[2]
+        known = get_type_hints(node) if isinstance(node, type) and is_dataclass(node) else {}
+        kind = known.get(name)
+        if kind is not None and get_origin(kind) is list:
+            return f"{key} is a list: {key}=[A,B]"
         found = unit_of(key)
+        if found is not None and kind in (int, int | None):
+            return (
+                f"{key} is a whole number in {found[0]}, all its digits written (10000000, not 1e7 or 10MB)"
+            )
         if found is None:
             return ""
         unit, example = found

@@ -222,6 +222,29 @@ inline void unpack4(const uint8_t* codes, int64_t n, const uint16_t* table, uint
   }
 }
 
+// Adds what a block's 4-bit codes stand for, in each of several messages, to its sum: which stays in registers until all
+// are added, in the messages' order. codes, tables: of the messages; n: a multiple of kTile.
+inline void add4(const uint8_t* const* codes, const float (*tables)[16], int64_t messages, int64_t n, float* sum) {
+  for (int64_t i = 0; i < n / 2; i += 32) {
+    float *low = sum + i, *high = sum + n / 2 + i;
+    __m512 a = _mm512_loadu_ps(low), b = _mm512_loadu_ps(low + 16);
+    __m512 c = _mm512_loadu_ps(high), d = _mm512_loadu_ps(high + 16);
+    for (int64_t k = 0; k < messages; ++k) {
+      const __m512 table = _mm512_loadu_ps(tables[k]);  // of an index the lowest four bits count
+      const __m512i first = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes[k] + i)));
+      const __m512i second = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes[k] + i + 16)));
+      a = _mm512_add_ps(a, _mm512_permutexvar_ps(first, table));
+      b = _mm512_add_ps(b, _mm512_permutexvar_ps(second, table));
+      c = _mm512_add_ps(c, _mm512_permutexvar_ps(_mm512_srli_epi32(first, 4), table));
+      d = _mm512_add_ps(d, _mm512_permutexvar_ps(_mm512_srli_epi32(second, 4), table));
+    }
+    _mm512_storeu_ps(low, a);
+    _mm512_storeu_ps(low + 16, b);
+    _mm512_storeu_ps(high, c);
+    _mm512_storeu_ps(high + 16, d);
+  }
+}
+
 inline __m512 scaled16(const uint8_t* codes, float scale) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
   return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), _mm512_set1_ps(scale));

@@ -110,12 +110,16 @@ inline void put(typename T::Word& out, float v) {
   out = T::store(Add ? T::load(out) + v : v);
 }
 
+inline float scale_in(const uint8_t* at) {
+  float scale;
+  std::memcpy(&scale, at, 4);
+  return scale == scale ? scale : float_of(kQuietNaN);  // any other NaN could round to a number in bf16
+}
+
 template <class T, int Bits, bool Add>
 ONCE void decode_block(const uint8_t* __restrict codes, const uint8_t* scale_at, int64_t n, int64_t block,
-                  typename T::Word* __restrict out) {
-  float scale;
-  std::memcpy(&scale, scale_at, 4);
-  if (scale != scale) scale = float_of(kQuietNaN);  // any other NaN could round to a number in bf16
+                       typename T::Word* __restrict out) {
+  const float scale = scale_in(scale_at);
 #ifdef TWINBED_AVX512
   if (!Add && n == block && n % avx512::kTile == 0 && avx512::unpack<T, Bits>(codes, n, scale, out)) return;
 #endif

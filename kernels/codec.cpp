@@ -205,11 +205,38 @@ struct Messages {
   int64_t count;
 };
 
+// Adds the b-th block of a segment, which starts at `offset_bytes` in each message, to `sum`: message by message.
+template <int Bits>
+inline void add_block(const Messages& m, int64_t offset_bytes, const Segment& s, int64_t b, float* sum) {
+  const int64_t n = s.length(b), code_at = offset_bytes + b * block_codes_bytes(s.block, Bits);
+  const int64_t scale_at = offset_bytes + s.codes_bytes + 4 * b;
+  int64_t done = 0;
+#ifdef TWINBED_AVX512
+  constexpr int64_t kAtOnce = 16;
+  for (; Bits == 4 && n == s.block && n % avx512::kTile == 0 && done < m.count; done += kAtOnce) {
+    const uint8_t* codes[kAtOnce];
+    float tables[kAtOnce][16];
+    const int64_t count = m.count - done < kAtOnce ? m.count - done : kAtOnce;
+    for (int64_t k = 0; k < count; ++k) {
+      const uint8_t* message = m.at + (done + k) * m.stride_bytes;
+      const float scale = scale_in(message + scale_at);
+      codes[k] = message + code_at;
+      for (int c = 0; c < 16; ++c) tables[k][c] = static_cast<float>(c < 8 ? c : c - 16) * scale;
+    }
+    avx512::add4(codes, tables, count, n, sum);
+  }
+#endif
+  for (; done < m.count; ++done) {
+    const uint8_t* message = m.at + done * m.stride_bytes;
+    decode_block<Float32, Bits, true>(message + code_at, message + scale_at, n, s.block, sum);
+  }
+}
+
 // Sum of blocks [first, first + num) of the segment that starts at `offset_bytes` in each message and at element
 // `start` of the own part. Block by block over all messages, so that the sum stays in the nearest cache.
 template <int Bits>
 ONCE void reduce_blocks(const Messages& m, int64_t offset_bytes, const Own& own, int64_t start, const Segment& s,
-                   int64_t first, int64_t num, float* out) {
+                        int64_t first, int64_t num, float* out) {
   for (int64_t b = first; b < first + num; ++b) {
     const int64_t n = s.length(b);
     float* sum = out + (b - first) * s.block;
@@ -218,11 +245,7 @@ ONCE void reduce_blocks(const Messages& m, int64_t offset_bytes, const Own& own,
     } else {
       std::memset(sum, 0, static_cast<size_t>(n) * 4);
     }
-    for (int64_t k = 0; k < m.count; ++k) {
-      const uint8_t* codes = m.at + k * m.stride_bytes + offset_bytes;
-      decode_block<Float32, Bits, true>(codes + b * block_codes_bytes(s.block, Bits), codes + s.codes_bytes + 4 * b, n,
-                                        s.block, sum);
-    }
+    add_block<Bits>(m, offset_bytes, s, b, sum);
   }
 }
 

@@ -1,7 +1,8 @@
 """Builds the native kernels at first use and loads them: C++ without libraries, the system compiler, ctypes.
 
-Chosen by measurement (`benchmarks/codec_speed.py` prints today's figures). One core, 4M bf16 elements, bytes
-read and written per second where a copy reaches 28 GB/s (an older processor, and loops as compilers make them):
+Chosen by measurement (`python benchmarks/codec_speed.py --threads 1 --compiled` repeats it). One core, 4M bf16
+elements, bytes read and written per second where a copy reaches 28 GB/s (an older processor, and loops as compilers
+make them):
 
                       eager torch    torch.compile    this
     quantize, 8 bits       0.6 GB/s         7 GB/s    19 GB/s

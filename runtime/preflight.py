@@ -1,6 +1,7 @@
 """Everything about a training that can be refused before a process starts. Imports no torch."""
 
-import os
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from ..conf.compose import model_spec
@@ -99,8 +100,10 @@ def check_offload_path(experiment: ExperimentConf) -> None:
     above = next(parent for parent in (path, *path.parents) if parent.exists())
     if not above.is_dir():
         raise ValueError(f"{where}: {above} is a file; must be a folder, or one that can be made")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise ValueError(f"{where}: {above} cannot be written to")
+    try:
+        _try_to_write(path, above)
+    except OSError as err:
+        raise ValueError(f"{where}: {above} cannot be written to: {err.strerror}") from err
     manifests = [path / f"rank_{rank}" / "store.json" for rank in range(experiment.cluster.num_ranks)]
     held = [manifest for manifest in manifests if manifest.is_file()]
     if experiment.offload.resume and len(held) < len(manifests):
@@ -113,3 +116,20 @@ def check_offload_path(experiment: ExperimentConf) -> None:
             f"{where}: {held[0].parent} is of a training that did not end: offload.resume=true goes on from it; else "
             "remove the folder"
         )
+
+
+def _try_to_write(folder: Path, above: Path) -> None:
+    """Make a folder and a file in it, and take away what was made. Permissions alone do not tell: root has them all.
+
+    Raises:
+        OSError: It cannot be done.
+    """
+    new = [parent for parent in (folder, *folder.parents) if above in parent.parents]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
+    finally:
+        for made in new:  # the innermost first
+            with suppress(OSError):
+                made.rmdir()

@@ -330,6 +330,10 @@ class Trainer:
             identity={
                 "model": asdict(self.spec),
                 "optimizer": self.experiment.optimizer.name,
+                **{key: getattr(self.experiment.batch, key) for key in ("micro", "accumulation", "sequence")},
+                "data": self.experiment.data.name,
+                "precision": self.experiment.precision.value,
+                "seed": self.experiment.seed,
                 "num_ranks": self.context.num_ranks,
                 "rank": self.context.rank,
             },

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from math import inf
+from math import ceil, inf
 
 from ...conf.schema.offload import OffloadConf
 from .chunks import spread_far
@@ -245,26 +245,40 @@ class _Pager(ABC):
                 parameters[chunk.unit] = parameters.get(chunk.unit, 0) + chunk.nbytes
             elif chunk.nbytes > (others[chunk.unit].nbytes if chunk.unit in others else -1):
                 others[chunk.unit] = chunk
-        for unit in dict.fromkeys((*parameters, *others)):
-            needed = parameters.get(unit, 0) + (others[unit].nbytes if unit in others else 0)
-            if self._held + needed > self.budget_bytes:
-                raise ValueError(self._short(f"unit {unit!r}, which needs {needed / 1e6:.3f} MB at once"))
-        if self._held > self.budget_bytes:
-            raise ValueError(self._short("what always lies near"))
+        needed = {
+            unit: parameters.get(unit, 0) + (others[unit].nbytes if unit in others else 0)
+            for unit in dict.fromkeys((*parameters, *others))
+        }
+        largest = max(needed, key=lambda unit: needed[unit], default="")
+        most = needed.get(largest, 0)
+        if self._held + most > self.budget_bytes:
+            what = (
+                f"unit {largest!r}, which needs {most / 1e6:.3f} MB at once"
+                if most
+                else "what always lies near"
+            )
+            raise ValueError(self._short(what, enough=self._held + most))
 
     def _comes_near(self, chunk: Chunk) -> bool:
         """Whether a chunk that begins far is ever fetched."""
         return chunk.name not in self._stays and not (self._steps_far and chunk.kind is not Kind.parameters)
 
-    def _short(self, what: str) -> str:
+    def _short(self, what: str, *, enough: int) -> str:
+        """What is too small, and what would do: room for `enough` bytes of chunks at once."""
+        conf = self._conf
         in_use = sum(self._chunks[name].nbytes for name in self._uses if name in self._near)
         stays = sum(self._chunks[name].nbytes for name in self._stays)
-        keys = f"offload.activations={self._conf.activations:g} leaves {self.budget_bytes / 1e6:.3f} MB of it"
+        least = ceil(enough / (1.0 - conf.activations))
+        ways = [f"offload.memory_bytes={least}"]
+        if stays:
+            shares = [key for key in ("parameters", "optimizer") if getattr(conf, key) < 1]
+            ways += [f"a larger share outside (offload.{key}={getattr(conf, key):g})" for key in shares]
+        if conf.chunk_bytes is not None:
+            ways.append(f"a smaller offload.chunk_bytes={conf.chunk_bytes}")
         return (
-            f"offload.memory_bytes={self._memory_bytes:.0f} is too small for {what}: {keys}, of which "
-            f"{stays / 1e6:.3f} MB always lie near and {in_use / 1e6:.3f} MB are in use; give more memory, a smaller "
-            f"offload.chunk_bytes (now {self._conf.chunk_bytes}), or larger shares outside "
-            f"(offload.parameters={self._conf.parameters:g}, offload.optimizer={self._conf.optimizer:g})"
+            f"offload.memory_bytes={self._memory_bytes:.0f} is too small for {what}: offload.activations="
+            f"{conf.activations:g} leaves {self.budget_bytes / 1e6:.3f} MB of it, of which {stays / 1e6:.3f} MB always "
+            f"lie near and {in_use / 1e6:.3f} MB are in use; give {', or '.join(ways)}"
         )
 
 

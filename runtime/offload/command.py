@@ -12,6 +12,7 @@ from ...conf.schema import OffloadConf, OffloadKind
 from ..checkpoint import find_checkpoint
 
 _STORE = "weights"
+_OPTIONS = {"offload.memory_bytes": "--memory-bytes", "offload.activations": "--activations"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _generate(arguments)
     except (ValueError, RuntimeError, OSError) as err:
-        sys.stderr.write(f"twinbed-generate: {err}\n")
+        said = str(err)
+        for key, option in _OPTIONS.items():
+            said = said.replace(f"{key}=", f"{option} ")
+        sys.stderr.write(f"twinbed-generate: {said}\n")
         return 1
     return 0
 
@@ -37,6 +41,10 @@ def _generate(arguments: argparse.Namespace) -> None:
         )
     if spec.vocab < 256:
         raise ValueError(f"the checkpoint's model has vocab={spec.vocab}: must be >= 256, for text is bytes")
+    if arguments.tokens < 1:
+        raise ValueError(f"--tokens {arguments.tokens}: must be >= 1")
+    if not arguments.prompt:
+        raise ValueError("--prompt '': must be at least one character")
     if not 0 <= arguments.temperature < inf:
         raise ValueError(f"--temperature {arguments.temperature}: must be a finite number >= 0")
     if arguments.memory_bytes is not None and arguments.offload == "none":
@@ -50,7 +58,11 @@ def _generate(arguments: argparse.Namespace) -> None:
     )
     from .generate import Generator, import_weights
 
-    store = import_weights(checkpoint, spec, arguments.store or checkpoint.folder / _STORE)
+    folder = arguments.store or checkpoint.folder / _STORE
+    try:
+        store = import_weights(checkpoint, spec, folder)
+    except OSError as err:
+        raise ValueError(f"--store {folder}: cannot be made or written to: {err.strerror}") from err
     try:
         tokens = Generator(spec, store, offload).generate(
             arguments.prompt.encode(),
@@ -62,6 +74,13 @@ def _generate(arguments: argparse.Namespace) -> None:
         store.close()
     text = bytes(token for token in tokens if token < 256).decode(errors="replace")
     sys.stdout.write(f"{arguments.prompt}{text}\n")
+
+
+def _bytes(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as err:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes (10 MB is 10e6)") from err
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--policy", choices=["static", "auto"], default="static", help="of what stays in memory"
     )
-    parser.add_argument("--memory-bytes", type=float, help="for weights and activations; default: no limit")
+    parser.add_argument("--memory-bytes", type=_bytes, help="for weights and activations; default: no limit")
     parser.add_argument(
         "--activations", type=float, default=0.3, help="share of it that weights leave free; default: 0.3"
     )

@@ -1,6 +1,7 @@
 """Token generation with layers streamed from a store: the model may be larger than memory."""
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
@@ -189,7 +190,9 @@ def _read_weights(checkpoint: Checkpoint, weights: dict[str, Tensor]) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     try:
-        load({"model": weights}, checkpoint_id=checkpoint.folder, no_dist=True)
+        with warnings.catch_warnings():  # that one process reads alone, which is meant
+            warnings.filterwarnings("ignore", message=".*torch.distributed.*", category=UserWarning)
+            load({"model": weights}, checkpoint_id=checkpoint.folder, no_dist=True)
     except CheckpointException as err:
         failure = next(iter(err.failures.values()))[0]
         raise RuntimeError(f"checkpoint {checkpoint.folder} cannot be read: {failure}") from err

@@ -1,12 +1,15 @@
 """`make gpu-check` on a machine without a GPU: one clear line, and a rehearsal of the same code on the CPU."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from twinbed.kernels import encode_segments
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
 
@@ -51,3 +54,19 @@ def test_the_rehearsal_passes_all_checks_and_says_what_one_gpu_cannot_show():
 def test_all_checks_pass_on_a_gpu():
     done = run(timeout=480)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+def test_codes_beside_a_tie_are_counted_apart_from_wrong_ones():
+    near_ties = runpy.run_path(str(SCRIPT))["near_ties"]
+    options = {"segments": (512,), "bits": 8, "block": 256}
+    x = torch.full((2, 512), 127.0)
+    x[:, 1::2] = torch.arange(256).remainder(127).float() + 0.5  # quotients are exact: each one is a tie
+    plain = encode_segments(x, **options)
+    assert near_ties(x, plain, plain, options) == (0, 0)
+    other = plain.clone()
+    other[:, 1:512:2] ^= 1  # even codes go a step up: they had been rounded down, or up, to even
+    assert near_ties(x, other, plain, options) == (512, 0)
+    other[0, 0] -= 1  # a step, and no tie
+    other[0, 2] -= 2
+    other[1, -1] += 1  # a scale
+    assert near_ties(x, other, plain, options) == (512, 3)

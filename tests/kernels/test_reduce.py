@@ -21,7 +21,7 @@ own_dtypes = st.sampled_from([None, torch.float32, torch.bfloat16, torch.float16
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.integers(0, 600), min_size=0, max_size=4),
-    st.integers(0, 5),
+    st.one_of(st.integers(0, 5), st.integers(15, 35)),
     formats,
     formats,
     own_dtypes,
