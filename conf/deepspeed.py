@@ -101,6 +101,7 @@ def read_deepspeed_config(path: str | Path) -> DeepSpeedImport:
     clip = reader.number("gradient_clipping")
     if clip is not None:
         overrides["train.gradient_clipping"] = clip
+    offload = _offload(reader)
     leaves = reader.leaves()
     ignored = tuple(key for key in leaves if key not in reader.used and key not in reader.auto)
     unsaid = {}
@@ -117,7 +118,7 @@ def read_deepspeed_config(path: str | Path) -> DeepSpeedImport:
         overrides |= left
         unsaid |= dict.fromkeys(left, "as DeepSpeed's FusedLamb has it")
     auto = tuple(key for key in leaves if key in reader.auto)
-    return DeepSpeedImport(overrides, auto, ignored, _offload(reader), unsaid)
+    return DeepSpeedImport(overrides, auto, ignored, offload, unsaid)
 
 
 @dataclass(slots=True)

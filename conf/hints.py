@@ -48,10 +48,8 @@ def hint(error: BaseException | None) -> str:
         if kind is not None and get_origin(kind) is list:
             return f"{key} is a list: {key}=[A,B]"
         found = unit_of(key)
-        if found is not None and kind in (int, int | None):
-            return (
-                f"{key} is a whole number in {found[0]}, all its digits written (10000000, not 1e7 or 10MB)"
-            )
+        if found is not None and found[0] == "bytes" and kind in (int, int | None):
+            return f"{key} is a whole number of bytes, all its digits written (10000000, not 1e7 or 10MB)"
         if found is None:
             return ""
         unit, example = found

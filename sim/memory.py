@@ -298,6 +298,19 @@ def out_of_far_memory(experiment: ExperimentConf, nbytes: int) -> str | None:
     return f"out of {what}: the ranks of a node offload {held}; cluster.{key} is {capacity / 1e9:.4g} GB"
 
 
+def over_budget(experiment: ExperimentConf, held: Mapping[str, int]) -> list[str]:
+    """A warning where a rank needs more than offload.memory_bytes, which chunks are held to and the rest is not."""
+    budget = experiment.offload.memory_bytes
+    if not experiment.offload.active or budget is None or held["peak"] <= budget:
+        return []
+    rest = {key: held[key] for key in ("activations", "buffers", "secondary_shard") if held.get(key)}
+    listed = ", ".join(f"{key} {nbytes / 1e9:.3g} GB" for key, nbytes in rest.items())
+    return [
+        f"offload.memory_bytes={budget:g}: chunks keep to it, and with all else ({listed}) the peak is "
+        f"{held['peak'] / 1e9:.3g} GB; cluster.device.memory_bytes is what the peak is held to"
+    ]
+
+
 def out_of_memory(
     held: Mapping[str, int],
     capacity_bytes: float,

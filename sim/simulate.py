@@ -20,7 +20,7 @@ from .far import Way
 from .goodput import goodput_of
 from .ledger import RankClass, rank_classes
 from .machine import ARRIVAL_SKEW_NS
-from .memory import at_most, convention, memory_over_time, out_of_far_memory, out_of_memory, peak
+from .memory import at_most, convention, memory_over_time, out_of_far_memory, out_of_memory, over_budget, peak
 from .memory_clock import MemoryClock
 from .record import SimulatedRecord, collector_paused
 from .run import Run, Simulated
@@ -204,7 +204,7 @@ def _record(
     result |= {
         "status": "failed" if nominal.error else "ok" if error is None else "oom",
         "error": nominal.error or error,
-        "warnings": list(run.warnings),
+        "warnings": [*run.warnings, *over_budget(experiment, held)],
         "iteration_s": stats,
         "comm": means_of(sent, num_ranks=run.mesh.num_ranks, num_iterations=len(times)),
         "memory_bytes": held,

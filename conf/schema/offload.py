@@ -24,8 +24,10 @@ class OffloadConf:
     parameters: float = 1.0  # share that lies outside; auto: all do, and what fits comes in
     optimizer: float = 1.0  # share of the optimizer states that lies outside
     chunk_bytes: int | None = None  # largest chunk, the unit of moves; null: a unit of the model is one
-    memory_bytes: float | None = None  # that computes, of one rank; null: static no limit, auto the device's
-    activations: float = 0.3  # share of memory_bytes kept for all but model states
+    # of one rank, for chunks that are near; gathered weights and activations have the share below left free, and are
+    # not held to it. null: static no limit, auto the device's
+    memory_bytes: float | None = None
+    activations: float = 0.3  # share of memory_bytes kept for all but chunks
     warmup_activations: float = 0.8  # the same while an order of use is recorded, as far as it goes (auto)
     prefetch: int = 1  # chunks fetched ahead of their use, once the order of use is known
     # cpu: what crosses is fp32, as FSDP2's own; false: in the run's precision, as ZeRO-Offload's

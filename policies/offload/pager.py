@@ -136,7 +136,10 @@ class _Pager(ABC):
         else:
             room = self._room(chunk, None)
             if room is None:
-                raise ValueError(self._short(f"chunk {name!r} of {chunk.nbytes / 1e6:.3f} MB"))
+                # What stays or is in use cannot go
+                kept = sum(self._chunks[n].nbytes for n in self._near if n in self._stays or n in self._uses)
+                what = f"chunk {name!r} of {chunk.nbytes / 1e6:.3f} MB"
+                raise ValueError(self._short(what, enough=kept + chunk.nbytes))
             actions += [*room, Fetch(name)]
             self._enter(chunk)
         return actions + self._ahead()
@@ -273,8 +276,9 @@ class _Pager(ABC):
         if stays:
             shares = [key for key in ("parameters", "optimizer") if getattr(conf, key) < 1]
             ways += [f"a larger share outside (offload.{key}={getattr(conf, key):g})" for key in shares]
-        if conf.chunk_bytes is not None:
-            ways.append(f"a smaller offload.chunk_bytes={conf.chunk_bytes}")
+        if any(chunk.kind is not Kind.parameters for chunk in self._chunks.values()):
+            now = "null" if conf.chunk_bytes is None else conf.chunk_bytes
+            ways.append(f"smaller chunks (offload.chunk_bytes, now {now}; simulated only)")
         return (
             f"offload.memory_bytes={self._memory_bytes:.0f} is too small for {what}: offload.activations="
             f"{conf.activations:g} leaves {self.budget_bytes / 1e6:.3f} MB of it, of which {stays / 1e6:.3f} MB always "

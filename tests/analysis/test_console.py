@@ -72,6 +72,18 @@ def test_what_does_not_fit_says_what_to_change(make_record: Make) -> None:
     assert memory_advice(record.result)[0].endswith("(comm=zero3)")
 
 
+def test_what_does_not_fit_outside_says_what_to_change_there(make_record: Make) -> None:
+    record = make_record(status="oom")
+    record.result |= {"error": "out of host memory: ...", "far_memory_bytes": {"total": 1}}
+    record.result["experiment"] |= {"batch": {"micro": 4, "sequence": 2048}}
+    record.result["experiment"]["offload"] = {"name": "cpu", "parameters": 1.0, "optimizer": 0.0}
+    assert memory_advice(record.result) == [
+        "more nodes, each with a smaller share (cluster.nodes)",
+        "states on disk (offload=disk)",
+        "a smaller share outside (offload.parameters, now 1)",
+    ]
+
+
 def test_a_failed_run_says_why(make_unfinished: Callable[[str, str, str], Record]) -> None:
     assert (
         summary(make_unfinished("runtime", "failed", "rank 1 died")) == "measured zero3: failed: rank 1 died"

@@ -200,6 +200,8 @@ def test_keys_beside_a_hugging_face_config(tmp_path: Path) -> None:
             r"cluster.inter_node.bandwidth_Bps is a number in bytes a second \(200 Gbit/s is 25e9\)",
         ),
         ("cluster.device.launch_ns=4us", "cluster.device.launch_ns is a number in nanoseconds"),
+        ("offload.chunk_bytes=1e7", "offload.chunk_bytes is a whole number of bytes, all its digits written"),
+        ("comm.gradient_bits=5", r"comm.gradient_bits is a list: comm.gradient_bits=\[A,B\]"),
         ("cluster.device.memory_bytes=80GB", r"memory_bytes is a number in bytes \(80 GB is 80e9\)"),
     ],
 )

@@ -255,3 +255,20 @@ def test_a_file_without_any_key_of_deepspeed_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"ds.json holds no key of DeepSpeed, only 'model_type', 'n_layer'"):
         _read(tmp_path, {"model_type": "gpt2", "n_layer": 12})
     assert _read(tmp_path, {"steps_per_print": 10}).ignored == ("steps_per_print",)
+
+
+@pytest.mark.parametrize(
+    ("zero", "typed"),
+    [
+        ({"offload_optimizer": {"device": "cpu"}}, "offload=cpu offload.parameters=0"),
+        ({"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}, "offload=cpu"),
+        ({"offload_param": {"device": "nvme"}}, "offload=disk offload.optimizer=0"),
+        ({"offload_optimizer": {"device": "none"}}, ""),
+        ({"offload_optimizer": None}, ""),
+        ({}, ""),
+    ],
+)
+def test_offload_is_not_followed_but_said(tmp_path, zero, typed):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, **zero}}))
+    assert read_deepspeed_config(path).offload == typed

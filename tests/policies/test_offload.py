@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -183,7 +184,13 @@ def test_a_unit_that_does_not_fit_is_refused_before_anything_runs(kind):
     with pytest.raises(ValueError, match=r"offload\.memory_bytes=20000000 .* unit 'u1'.* 12\.000 MB") as err:
         build_offload(conf, weights(1_000_000, 12_000_000))
     assert "offload.activations=0.5" in str(err.value)
-    assert "offload.chunk_bytes" in str(err.value)
+    assert str(err.value).endswith("give offload.memory_bytes=24000000")  # weights that are needed at once
+    build_offload(replace(conf, memory_bytes=24e6), weights(1_000_000, 12_000_000))
+    states = cut_chunks({"u0": 40_000_000}, Kind.optimizer)
+    with pytest.raises(
+        ValueError, match="'u0'.* or smaller chunks .offload.chunk_bytes, now null; simulated only."
+    ):
+        build_offload(conf, [*weights(1_000_000, 12_000_000), *states])
 
 
 def test_what_is_in_use_at_once_has_to_fit():

@@ -212,5 +212,13 @@ def test_the_command_says_what_is_wrong(checkpoint, tmp_path, capsys):
     for more in (["--temperature", "nan"], ["--memory-bytes", "1e9", "--offload", "none"]):
         assert main([str(tmp_path), *more]) == 1
         assert more[0] in capsys.readouterr().err
+    for more in (["--tokens", "0"], ["--prompt", ""], ["--memory-bytes", "1e3"], ["--store", "/proc/x"]):
+        assert main([str(tmp_path), *more]) == 1
+        told = capsys.readouterr().err
+        assert more[0] in told
+        assert "offload." not in told
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--memory-bytes", "10MB"])
+    assert "'10MB' is no number of bytes (10 MB is 10e6)" in capsys.readouterr().err
     assert main([str(tmp_path), "--tokens", "100"]) == 1
     assert "more than the 24 positions" in capsys.readouterr().err

@@ -179,8 +179,11 @@ def kill(folder, **options):
 @pytest.mark.parametrize(("rank", "writes"), [(0, 1), (1, 5), (0, 8)])
 def test_a_killed_training_goes_on_from_its_last_commit(done, tmp_path, rank, writes):
     path = kill(tmp_path, rank=rank, writes=writes)
-    goes_on = ["offload=disk", f"offload.path={path}"]
-    outcome = launch(tmp_path / "again", [case("again", *goes_on, "offload.resume=true")])
+    goes_on = ["offload=disk", f"offload.path={path}", "offload.resume=true"]
+    if rank == 0:
+        other = launch(tmp_path / "other", [case("other", *goes_on, "seed=7")])
+        assert "holds a store of another run: seed=0 there, 7 here" in other.error
+    outcome = launch(tmp_path / "again", [case("again", *goes_on)])
     assert outcome.exit_code == 0, outcome.error
     found = result(tmp_path / "again", "again")
     assert found["first_step"] in (2, 3)
