@@ -60,6 +60,7 @@ class Residency:
         self._moved = moved
         self._arriving: dict[str, Future[None]] = {}
         self._leaving: list[Future[None]] = []
+        self._last_read: Future[None] | None = None
         self._changed: set[str] = set()  # near, and not on disk as they are
         self._last_ns: dict[str, int] = {}  # when each stream's last move ended
         self._kind = ""  # of iteration
@@ -163,10 +164,14 @@ class Residency:
             self.regions[chunk].release()
 
     def _read(self, chunk: str) -> None:
-        """Begin when the memory of what has left before is free."""
+        """Begin when the memory of what has left before is free, and when what was asked for before has come.
+
+        One at a time, as the policy orders them: side by side what is needed now would wait for what is needed next.
+        """
         self._leaving = [leaving for leaving in self._leaving if not _ended(leaving)]
-        done = self.store.read(chunk, self.regions[chunk], after=self._leaving)
-        self._arriving[chunk] = done
+        before = [self._last_read] if self._last_read is not None and not self._last_read.done() else []
+        done = self.store.read(chunk, self.regions[chunk], after=[*self._leaving, *before])
+        self._last_read = self._arriving[chunk] = done
         self._report(FETCH_STREAM, chunk, done)
 
     def _arrive(self, chunk: str) -> None:
