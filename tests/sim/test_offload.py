@@ -405,6 +405,17 @@ def test_keys_without_effect_are_named():
     assert "offload.path=/nowhere has no effect with target=sim" in warnings
 
 
+def test_a_peak_above_the_budget_of_chunks_is_said(on_gpus, make_spec):
+    conf = OffloadConf(name="cpu", activations=0.0)
+    peak = simulate(on_gpus(conf), spec=make_spec()).result["memory_bytes"]["peak"]
+    for budget, said in ((peak - 1, True), (peak, False)):
+        record = simulate(on_gpus(replace(conf, memory_bytes=float(budget))), spec=make_spec())
+        assert record.result["memory_bytes"]["peak"] == peak
+        warned = [warning for warning in record.result["warnings"] if "chunks keep to it" in warning]
+        assert len(warned) == said
+        assert all(warning.startswith("offload.memory_bytes=") for warning in warned)
+
+
 def test_the_published_row_runs():
     """GPT-3 on 64 GPUs: shown with its error, and held to nothing."""
     rows = read_rows(Path(twinbed.sim.validate.__file__).parent / "rows" / "colossal.csv")
