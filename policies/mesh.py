@@ -1,7 +1,8 @@
 """Named mesh axes: which ranks form a group, and where they lie."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from ..conf.placement import Placement
@@ -12,11 +13,23 @@ LOCAL: Final = "local"
 NODE: Final = "node"
 HPZ: Final = "hpz"
 TENSOR: Final = "tensor"
+SEQUENCE: Final = "sequence"
 DATA: Final = "data"
 PIPELINE: Final = "pipeline"
+REPLICAS: Final = "replicas"
+
+# What a communication policy calls an axis -> its counterpart among the ranks that hold the same part of the model
+OF_REPLICAS: Final[Mapping[str, str]] = {
+    WORLD: REPLICAS,
+    LOCAL: "replicas_local",
+    NODE: "replicas_node",
+    HPZ: "replicas_hpz",
+}
+
+Dims = tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Mesh:
     """Ranks of a cluster and the groups that plans name.
 
@@ -25,9 +38,13 @@ class Mesh:
     (ZeRO++, section 3.2). Groups follow the numbers of ranks alone, as a launcher's LOCAL_WORLD_SIZE does: where ranks
     lie in another order (`cyclic`), a `local` group spans nodes.
 
-    `tensor`, `data`, `pipeline`: a rank is (pipeline * data size + data) * tensor size + tensor, as Megatron
-    orders ranks (Narayanan et al. 2021, section 3): tensor groups are consecutive ranks within a node, the
-    stages of a pipeline lie farthest apart. Without a layout `data` is the world.
+    `dims`: the axes of a layout and their sizes, the one whose neighbours are consecutive ranks first; by default
+    the world is `data`. Megatron's order is tensor, data, pipeline (Narayanan et al. 2021, section 3): tensor groups
+    are consecutive ranks within a node, the stages of a pipeline lie farthest apart.
+
+    `replicas`: the ranks that hold the same part of the model, over `data` and `sequence`, which must be neighbours.
+    A communication policy's `world` is that group, its `local` the ranks of it on one node (`replicas_local`), its
+    `node` one of each of those (`replicas_node`), its `hpz` `replicas_hpz`; without other axes they are the same.
 
     `cyclic`: rank r lies on node r % nodes. `rings_by_node`: a collective's ring goes through the ranks of a node
     before it leaves it, as NCCL's do (src/graph/connect.cc); else from rank to rank by number, as gloo's do.
@@ -39,20 +56,18 @@ class Mesh:
     num_ranks: int
     ranks_per_node: int
     hpz_size: int = 1
-    tensor: int = 1
-    pipeline: int = 1
+    dims: Dims = ()
     cyclic: bool = False
     rings_by_node: bool = False
 
     @classmethod
-    def of(cls, cluster: ClusterConf, hpz_size: int = 1, tensor: int = 1, pipeline: int = 1) -> "Mesh":
+    def of(cls, cluster: ClusterConf, hpz_size: int = 1, dims: Dims = ()) -> "Mesh":
         """On the nodes of a cluster, as its ranks lie there."""
         return cls(
             cluster.num_ranks,
             cluster.devices_per_node,
             hpz_size,
-            tensor,
-            pipeline,
+            dims,
             cyclic=cluster.placement.cyclic,
             rings_by_node=cluster.backend is Backend.nccl,
         )
@@ -67,22 +82,30 @@ class Mesh:
                 f"ranks_per_node={self.ranks_per_node} must divide num_ranks={self.num_ranks}; "
                 f"use one of {divisors(self.num_ranks)}"
             )
-        if self.hpz_size < 1 or self.num_ranks % self.hpz_size:
+        if not self.dims:
+            object.__setattr__(self, "dims", ((DATA, self.num_ranks),))
+        product = 1
+        for name, size in self.dims:
+            if size < 1:
+                raise ValueError(f"parallel.{name}={size} must be >= 1")
+            product *= size
+        if product != self.num_ranks:
+            raise ValueError(f"{times(self.dims)} must be the {self.num_ranks} ranks of the cluster")
+        names = [name for name, size in self.dims if size > 1 and name in (DATA, SEQUENCE)]
+        between = [name for name, size in self.dims if size > 1]
+        if len(names) > 1 and abs(between.index(names[0]) - between.index(names[1])) > 1:
             raise ValueError(
-                f"comm.zero_hpz_partition_size={self.hpz_size} must divide the world size "
-                f"{self.num_ranks}; use one of {divisors(self.num_ranks)}"
+                f"parallel.order: {DATA!r} and {SEQUENCE!r} must be neighbours, got {[n for n, _ in self.dims]}"
             )
-        for key in (TENSOR, PIPELINE):
-            if getattr(self, key) < 1:
-                raise ValueError(f"parallel.{key}={getattr(self, key)} must be >= 1")
-        if self.num_ranks % (self.tensor * self.pipeline):
+        if self.hpz_size < 1 or self.num_replicas % self.hpz_size:
             raise ValueError(
-                f"parallel.tensor={self.tensor} times parallel.pipeline={self.pipeline} must divide the "
-                f"{self.num_ranks} ranks; their product can be one of {divisors(self.num_ranks)}"
+                f"comm.zero_hpz_partition_size={self.hpz_size} must divide {self._replicas_said}; "
+                f"use one of {divisors(self.num_replicas)}"
             )
-        if self.ranks_per_node % self.tensor and self.tensor % self.ranks_per_node:
+        tensor = self._sizes.get(TENSOR, 1)
+        if self.ranks_per_node % tensor and tensor % self.ranks_per_node:
             raise ValueError(
-                f"parallel.tensor={self.tensor} must divide the {self.ranks_per_node} ranks of a node, or be "
+                f"parallel.tensor={tensor} must divide the {self.ranks_per_node} ranks of a node, or be "
                 f"a multiple of them: tensor groups would lie askew on the nodes"
             )
 
@@ -91,9 +114,27 @@ class Mesh:
         return self.num_ranks // self.ranks_per_node
 
     @property
+    def tensor(self) -> int:
+        return self._sizes.get(TENSOR, 1)
+
+    @property
+    def pipeline(self) -> int:
+        return self._sizes.get(PIPELINE, 1)
+
+    @property
     def data(self) -> int:
-        """Replicas of the model: what tensor and pipeline parallelism leave of the ranks."""
-        return self.num_ranks // (self.tensor * self.pipeline)
+        """Replicas of the model: what its layout leaves of the ranks."""
+        return self._sizes.get(DATA, 1)
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that hold the same part of the model."""
+        return self.data * self._sizes.get(SEQUENCE, 1)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every rank holds all of the model, or its shard of all."""
+        return self.data == self.num_ranks
 
     @property
     def placement(self) -> Placement:
@@ -108,24 +149,19 @@ class Mesh:
             return sorted(group, key=self.placement.slot)
         return group
 
+    def of_replicas(self) -> "Mesh":
+        """The mesh that a communication policy sees: the ranks that hold the same part of the model, numbered from 0."""
+        return Mesh(self.num_replicas, self.size(OF_REPLICAS[LOCAL]), self.hpz_size)
+
     def lattice(self, axis: str) -> tuple[int, int]:
         """(size of a group, distance between its neighbours): all groups of an axis are alike.
 
         Raises:
             ValueError: If there is no such axis.
         """
-        lattices = {
-            WORLD: (self.num_ranks, 1),
-            LOCAL: (self.ranks_per_node, 1),
-            NODE: (self.num_nodes, self.ranks_per_node),
-            HPZ: (self.hpz_size, 1),
-            TENSOR: (self.tensor, 1),
-            DATA: (self.data, self.tensor),
-            PIPELINE: (self.pipeline, self.tensor * self.data),
-        }
-        if axis not in lattices:
-            raise ValueError(f"axis={axis!r} is not on the mesh; use one of {list(lattices)}")
-        return lattices[axis]
+        if axis not in self._lattices:
+            raise ValueError(f"axis={axis!r} is not on the mesh; use one of {list(self._lattices)}")
+        return self._lattices[axis]
 
     def size(self, axis: str) -> int:
         """Ranks in one group of `axis`."""
@@ -145,6 +181,55 @@ class Mesh:
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """All groups of `axis`, each once, ordered by their first rank."""
         return tuple(sorted({self.group(axis, rank) for rank in range(self.num_ranks)}))
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """All axes."""
+        return tuple(self._lattices)
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return dict(self.dims)
+
+    @cached_property
+    def _lattices(self) -> dict[str, tuple[int, int]]:
+        found = {WORLD: (self.num_ranks, 1), LOCAL: (self.ranks_per_node, 1)}
+        found[NODE] = (self.num_nodes, self.ranks_per_node)
+        found[HPZ] = (self.hpz_size if self.is_plain else 1, 1)
+        for axis in (TENSOR, DATA, PIPELINE):
+            found[axis] = (1, self.num_ranks)
+        step = 1
+        replicas = 0  # the distance between neighbours
+        for name, size in self.dims:
+            found[name] = (size, step)
+            if name in (DATA, SEQUENCE) and size > 1 and not replicas:
+                replicas = step
+            step *= size
+        replicas = replicas or self.num_ranks
+        local = self.ranks_per_node // replicas if self.ranks_per_node % replicas == 0 else 1
+        local = max(1, min(local, self.num_replicas))
+        if self.num_replicas % local:
+            local = 1  # askew on the nodes
+        found[REPLICAS] = (self.num_replicas, replicas)
+        found[OF_REPLICAS[LOCAL]] = (local, replicas)
+        found[OF_REPLICAS[NODE]] = (self.num_replicas // local, replicas * local)
+        found[OF_REPLICAS[HPZ]] = (self.hpz_size, replicas)
+        return found
+
+    @property
+    def _replicas_said(self) -> str:
+        if self.is_plain:
+            return f"the world size {self.num_ranks}"
+        return f"the {self.num_replicas} ranks that hold the same part of the model"
+
+
+def times(dims: Dims) -> str:
+    """The product of all axes larger than 1, in words, with what it comes to."""
+    product = 1
+    for _, size in dims:
+        product *= size
+    shown = " times ".join(f"parallel.{name}={size}" for name, size in reversed(dims) if size > 1)
+    return f"{shown or 'the axes of the mesh'} = {product}"
 
 
 def divisors(n: int) -> list[int]:

@@ -12,7 +12,7 @@ from ...policies.layout import (
     build_layout,
     describe_layout_event,
 )
-from ...policies.mesh import Mesh
+from ...policies.mesh import DATA, PIPELINE, TENSOR, Mesh
 from ...policies.plan import Plan
 from ..device import Device
 from ..interpreter import LocalWork, Work
@@ -45,7 +45,10 @@ class LayoutModel:
             tied=spec.tied_embeddings,
             recompute=experiment.recompute.value,
         )
-        self.mesh = Mesh.of(cluster, 1, conf.tensor, conf.pipeline)
+        data = cluster.num_ranks // (conf.tensor * conf.pipeline)
+        self.mesh = Mesh.of(
+            cluster, 1, ((TENSOR, conf.tensor), (DATA, data), (PIPELINE, conf.pipeline))
+        )
         self.decided: list[tuple[str, str]] = []  # (event, action), each distinct event once
         self.parts = Parts(
             spec,

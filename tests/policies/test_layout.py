@@ -269,7 +269,7 @@ def test_events_survive_the_log(event: Any) -> None:
 
 
 def test_axes_as_megatron_orders_ranks() -> None:
-    mesh = Mesh(16, 8, tensor=2, pipeline=4)
+    mesh = Mesh(16, 8, dims=(("tensor", 2), ("data", 2), ("pipeline", 4)))
     assert mesh.data == 2
     assert mesh.group("tensor", 5) == (4, 5)
     assert mesh.group("data", 5) == (5, 7)
@@ -332,4 +332,4 @@ def test_keys_out_of_range_are_refused() -> None:
 
 def test_tensor_groups_do_not_lie_askew_on_nodes() -> None:
     with pytest.raises(ValueError, match=r"parallel\.tensor=6 must divide the 4 ranks of a node"):
-        Mesh(24, 4, tensor=6)
+        Mesh(24, 4, dims=(("tensor", 6), ("data", 4)))

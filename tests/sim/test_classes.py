@@ -51,7 +51,7 @@ def test_a_slow_rank_splits_those_that_meet_it():
 
 
 def test_messages_split_by_what_comes_in_too():
-    mesh = Mesh(8, 1, pipeline=8)
+    mesh = Mesh(8, 1, dims=(("pipeline", 8),))
     fold = Fold(mesh, np.array([0, 0, 0, 0, 1, 0, 0, 0]), [("pipeline", 1)])
     assert len(fold) == 8  # each is another number of messages behind rank 4
     ends = Fold(mesh, np.array([0, 0, 0, 0, 1, 1, 1, 1]), [("pipeline", 4)])
@@ -294,7 +294,7 @@ def test_ranks_of_one_program_each_pass_a_message_on(make_experiment, make_spec)
     cluster.inter_node = InterNodeConf(bandwidth_Bps=1e9, latency_ns=7)
     cluster.intra_node.bandwidth_Bps = 1e15
     policy, _ = build_comm(experiment.comm, num_ranks=4, ranks_per_node=2)
-    mesh = Mesh(4, 2, pipeline=2)
+    mesh = Mesh(4, 2, dims=(("data", 2), ("pipeline", 2)))
     costs = Costs(experiment, make_spec(), policy)
     work, nbytes = Work("fixed", "", 0, 1_000_000), 500_000
     first, second = Writer(merge=False), Writer(merge=False)
