@@ -150,7 +150,7 @@ class Mesh:
         return group
 
     def of_replicas(self) -> "Mesh":
-        """The mesh that a communication policy sees: the ranks that hold the same part of the model, numbered from 0."""
+        """What a communication policy sees: the ranks that hold the same part of the model, numbered from 0."""
         return Mesh(self.num_replicas, self.size(OF_REPLICAS[LOCAL]), self.hpz_size)
 
     def lattice(self, axis: str) -> tuple[int, int]:

@@ -12,11 +12,13 @@ In a layout's plan (`policies.layout`) it is an activation at the border of two 
 local work of the part named in between.
 
 `AllToAll` leaves one part from each peer side by side; `Reduce` adds the parts up.
+
+A layer's plan has operands in its place: tensors with names, which its steps read and write (`Plan.of_operands`).
 """
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Final
 
@@ -63,6 +65,8 @@ class Step:
     stream: str = ""  # "" takes the plan's stream
     after: tuple[int, ...] | None = None
     chunks: int = 1  # the tensor is cut into so many pieces that follow each other in a pipeline
+    reads: tuple[str, ...] = ()  # operands
+    writes: tuple[str, ...] = ()
 
 
 # ---- local work
@@ -155,6 +159,31 @@ class Slice(Step):
     """Keep this rank's part, cut over `axis`, of a value that all ranks of the axis hold alike."""
 
     axis: str
+    dim: int = 0  # of an operand
+
+
+@dataclass(frozen=True, slots=True)
+class Multiply(Step):
+    """The product of two operands, matrices over their last dimension and all others taken together.
+
+    `add`: to what the operand that it writes holds already.
+    """
+
+    transpose_left: bool = False
+    transpose_right: bool = False
+    add: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Apply(Step):
+    """A function of operands by its name (`policies.layout.functions` says of each what it makes of which shapes).
+
+    `axes`: those by which the operand in question is cut, where a function must know which part of it lies here.
+    """
+
+    function: str
+    number: int = 0
+    axes: tuple[str, ...] = ()
 
 
 # ---- collectives
@@ -162,7 +191,10 @@ class Slice(Step):
 
 @dataclass(frozen=True, slots=True)
 class Collective(Step):
+    """`dim`: of the operand that is gathered or scattered."""
+
     axis: str
+    dim: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +230,12 @@ class AllReduce(Collective):
 
 @dataclass(frozen=True, slots=True)
 class AllToAll(Collective):
-    """The i-th of `size(axis)` equal runs of slices goes to the i-th rank of the axis."""
+    """The i-th of `size(axis)` equal runs of slices goes to the i-th rank of the axis.
+
+    Of an operand, the i-th part along `dim`; those that come are put side by side along `into_dim`.
+    """
+
+    into_dim: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +245,11 @@ class Broadcast(Collective):
 
 @dataclass(frozen=True, slots=True)
 class ReduceTo(Collective):
+    """`tree`: up a binomial tree, each rank but the root sends the whole once; else as the library does it."""
+
     root: int = 0
     op: ReduceOp = ReduceOp.mean
+    tree: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +288,41 @@ class Plan:
         if len({step.chunks for step in self.steps}) > 1:
             raise ValueError(f"all steps of a plan must have the same chunks, got {self!r}")
 
+    @classmethod
+    def of_operands(cls, steps: Sequence[Step], stream: str) -> "Plan":
+        """A layer's plan: each step waits for the steps that made what it reads.
+
+        A collective on another stream is issued where it stands: after the step before it on the plan's own stream,
+        which so limits how many are under way.
+
+        Raises:
+            ValueError: If a step has its `after` already.
+        """
+        made: dict[str, int] = {}
+        placed: list[Step] = []
+        main: tuple[int, ...] = ()
+        for i, step in enumerate(steps):
+            if step.after is not None:
+                raise ValueError(f"step {i} ({type(step).__name__}) has its after={step.after} already")
+            waits = {made[name] for name in step.reads if name in made} | set(main)
+            if isinstance(step, Multiply) and step.add:
+                waits |= {made[name] for name in step.writes if name in made}
+            placed.append(replace(step, after=tuple(sorted(waits))))
+            made |= dict.fromkeys(step.writes, i)
+            if not cls(tuple(placed), stream).is_beside(i):
+                main = (i,)
+        return cls(tuple(placed), stream)
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """What the plan reads and does not make, in the order of reading."""
+        made: set[str] = set()
+        found: dict[str, None] = {}
+        for step in self.steps:
+            found |= dict.fromkeys(name for name in step.reads if name not in made)
+            made |= set(step.writes)
+        return tuple(found)
+
     @property
     def chunks(self) -> int:
         return self.steps[0].chunks if self.steps else 1
@@ -265,8 +340,8 @@ class Plan:
     def is_beside(self, i: int) -> bool:
         """Whether step `i` is a collective that runs beside what is issued after it."""
         step = self.steps[i]
-        apart = isinstance(step, Collective) and not isinstance(step, ReduceScatter)
-        return apart and self.stream_of(i) != self.stream
+        adds = isinstance(step, ReduceScatter) or (isinstance(step, ReduceTo) and step.tree)
+        return isinstance(step, Collective) and not adds and self.stream_of(i) != self.stream
 
     def order(self, chunks: int) -> list[tuple[int, int]]:
         """(chunk, step) in the order in which both targets issue them.
@@ -317,8 +392,16 @@ def _word(step: Step) -> str:
     for f in fields(step):
         value = getattr(step, f.name)
         if value != f.default:
-            shown.append(f"{f.name}={value.value if isinstance(value, Enum) else value}")
+            shown.append(f"{f.name}={_shown(value)}")
     return f"{type(step).__name__}({', '.join(shown)})"
+
+
+def _shown(value: object) -> object:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, tuple) and value and isinstance(value[0], str):
+        return "+".join(value)
+    return value
 
 
 def _block_end(at: int, segments: Sequence[int], block: int) -> int:

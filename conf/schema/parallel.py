@@ -1,6 +1,6 @@
 """How a model is laid out over ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .limits import require
 
@@ -8,11 +8,14 @@ from .limits import require
 TENSOR_MODES = ("1d", "2d", "2.5d", "3d")
 SEQUENCE_MODES = ("megatron", "ring", "ulysses")
 PIPELINE_SCHEDULES = ("1f1b", "interleaved", "gpipe")
+AXES = ("tensor", "sequence", "data", "pipeline")
 
 
 @dataclass(kw_only=True)
 class ParallelConf:
-    """How the model is laid out over ranks: data * tensor * pipeline is their number."""
+    """How the model is laid out over ranks: their number is data * tensor * pipeline, times sequence where it is an
+    axis of its own (ring, ulysses).
+    """
 
     data: int = -1  # replicas of the model; -1: the rest of the ranks
     pipeline: int = 1  # stages
@@ -21,21 +24,49 @@ class ParallelConf:
     # sends and receives beside computation (Megatron-LM since 2023, there with interleaved only)
     pipeline_overlap: bool = False
     tensor: int = 1
+    # or file.py:Class, package.module:Class, of a mode of your own
     tensor_mode: str = "1d"
+    depth: int = 1  # copies of the matrices, with tensor_mode=2.5d: tensor is q * q * depth
     # a column product's input gradient is reduced beside its weights' product: Megatron-LM's default, and with
     # sequence parallelism what it always does
     tensor_overlap: bool = True
     sequence: int = 1  # sequence_mode=megatron: 1 or the same as tensor
     sequence_mode: str = "megatron"
+    # sequence_mode=ring: a rank has two pieces of each sequence, an early and a late one, so that all have the same
+    # work where a token sees only those before it; else one piece
+    zigzag: bool = True
+    # axes, those of consecutive ranks first; data and sequence are neighbours
+    order: list[str] = field(default_factory=lambda: list(AXES))
 
     def __post_init__(self) -> None:
         require(self.data == -1 or self.data >= 1, "parallel.data", self.data, "-1 (the rest) or >= 1")
-        for key in ("pipeline", "virtual_stages", "tensor", "sequence"):
+        for key in ("pipeline", "virtual_stages", "tensor", "depth", "sequence"):
             require(getattr(self, key) >= 1, f"parallel.{key}", getattr(self, key), ">= 1")
         for key, legal in (
-            ("tensor_mode", TENSOR_MODES),
             ("sequence_mode", SEQUENCE_MODES),
             ("pipeline_schedule", PIPELINE_SCHEDULES),
         ):
             value = getattr(self, key)
             require(value in legal, f"parallel.{key}", value, f"one of {list(legal)}")
+        require(
+            self.tensor_mode in TENSOR_MODES or ":" in self.tensor_mode,
+            "parallel.tensor_mode",
+            self.tensor_mode,
+            f"one of {list(TENSOR_MODES)}, or 'file.py:Class' or 'package.module:Class' of your own",
+        )
+        require(
+            self.tensor_mode == "2.5d" or self.depth == 1,
+            "parallel.depth",
+            self.depth,
+            f"1 with parallel.tensor_mode={self.tensor_mode}: only 2.5d keeps copies",
+        )
+        require(
+            sorted(self.order) == sorted(AXES),
+            "parallel.order",
+            list(self.order),
+            f"an order of {list(AXES)}",
+        )
+        beside = abs(self.order.index("sequence") - self.order.index("data")) == 1
+        require(
+            beside, "parallel.order", list(self.order), "an order with data and sequence beside each other"
+        )

@@ -1,12 +1,9 @@
 """From a config to a policy object, with what depends on the cluster resolved and odd choices said."""
 
-import importlib
-import importlib.util
-import sys
-from pathlib import Path
 from typing import cast
 
 from ...conf.schema import CommConf, GradientPath, HpzLifetime
+from ..loading import load_named
 from ..mesh import Mesh
 from .policy import CommPolicy
 from .zero import ZeroComm
@@ -75,37 +72,10 @@ def build_comm(conf: CommConf, *, num_ranks: int, ranks_per_node: int) -> tuple[
 
 def _load_policy(name: str, *, num_ranks: int, ranks_per_node: int) -> CommPolicy:
     """`package.module:Class` or `path/to/file.py:Class`, called with num_ranks and ranks_per_node."""
-    where, _, attribute = name.rpartition(":")
-    if not where or not attribute:
-        raise ValueError(f"comm.policy={name!r}: must be 'package.module:Class' or 'file.py:Class'")
-    try:
-        if where.endswith(".py"):
-            module_name = f"twinbed_user_{Path(where).stem}"
-            spec = importlib.util.spec_from_file_location(module_name, where)
-            if spec is None or spec.loader is None:
-                raise ImportError(f"cannot read {where}")
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[module_name] = module  # dataclasses look their module up by name
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(where)
-        made = getattr(module, attribute)
-    except Exception as err:  # the module is the user's, and may raise anything
-        raise ValueError(f"comm.policy={name!r} cannot be loaded: {_said(err)}") from err
-    try:
-        policy = made(num_ranks=num_ranks, ranks_per_node=ranks_per_node)
-    except Exception as err:
-        raise ValueError(
-            f"comm.policy={name!r} cannot be made with num_ranks={num_ranks} and ranks_per_node={ranks_per_node}: "
-            f"{_said(err)}"
-        ) from err
+    policy = load_named("comm.policy", name, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
     lacking = [key for key in _POLICY if not hasattr(policy, key)]
     if lacking:
         raise ValueError(
             f"comm.policy={name!r} makes a {type(policy).__name__}, which is no policy: it lacks {lacking}"
         )
     return cast(CommPolicy, policy)
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -46,9 +46,7 @@ class LayoutModel:
             recompute=experiment.recompute.value,
         )
         data = cluster.num_ranks // (conf.tensor * conf.pipeline)
-        self.mesh = Mesh.of(
-            cluster, 1, ((TENSOR, conf.tensor), (DATA, data), (PIPELINE, conf.pipeline))
-        )
+        self.mesh = Mesh.of(cluster, 1, ((TENSOR, conf.tensor), (DATA, data), (PIPELINE, conf.pipeline)))
         self.decided: list[tuple[str, str]] = []  # (event, action), each distinct event once
         self.parts = Parts(
             spec,
