@@ -374,8 +374,9 @@ def _check_trainable(spec: ModelSpec, *, target: str) -> None:
         )
     if spec.family == "bert" and not spec.tied_embeddings:
         raise ValueError(
-            f"model.tied_embeddings=false of model={spec.name} of family bert cannot be trained here (target={target}): "
-            "must be true (untied, transformers leaves one of two biases of the head unused); or use target=sim"
+            f"model.tied_embeddings=false of model={spec.name} of family bert cannot be trained here (target="
+            f"{target}): must be true (untied, the released code leaves one of the head's two biases unused); or use "
+            "target=sim"
         )
     if spec.family in ("llama", "qwen2") and spec.head_dim % 2:
         raise ValueError(

@@ -37,7 +37,8 @@ class MaskedBatches(Batches):
         drawn_N = random.integers(0, self.num_tokens, len(chosen_N))
         tokens_T = told_T.copy()
         tokens_T[chosen_N] = np.select(
-            [chance_N < _MASKED, chance_N < _MASKED + _RANDOM], [np.full_like(drawn_N, self.vocab - 1), drawn_N],
+            [chance_N < _MASKED, chance_N < _MASKED + _RANDOM],
+            [np.full_like(drawn_N, self.vocab - 1), drawn_N],
             told_T[chosen_N],
         )
         return tokens_T, targets_T

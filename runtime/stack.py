@@ -106,9 +106,7 @@ class PacedBlock(nn.Module):
         self.pace: Pace | None = None
 
 
-def build_model(
-    spec: ModelSpec, *, seed: int | None, recompute: bool = False, dropout: float = 0.0
-) -> Stack:
+def build_model(spec: ModelSpec, *, seed: int | None, recompute: bool = False, dropout: float = 0.0) -> Stack:
     """The model of the spec's family.
 
     Args:
@@ -123,7 +121,12 @@ def build_model(
     from .model import GPT
     from .vit import ViT
 
-    kinds: dict[str, type[GPT | ViT | Llama | BERT]] = {"vit": ViT, "llama": Llama, "qwen2": Llama, "bert": BERT}
+    kinds: dict[str, type[GPT | ViT | Llama | BERT]] = {
+        "vit": ViT,
+        "llama": Llama,
+        "qwen2": Llama,
+        "bert": BERT,
+    }
     model = kinds.get(spec.family, GPT)(spec, seed=seed, recompute=recompute, dropout=dropout)
     model.dropout_clock.seed = seed or 0
     return model

@@ -56,7 +56,10 @@ def test_a_resolved_experiment_comes_back_whole() -> None:
         (["model=bert_tiny", "model.extra.head=pooled"], "model.extra.head=pooled .*must be masked_lm"),
         (["model=bert_tiny", "model.tied_embeddings=false"], "model.tied_embeddings=false .*must be true"),
         (["model=bert_tiny", "model.vocab=256"], "model.vocab=256 must be >= 257 with data=text.*the mask's"),
-        (["model=bert_tiny", "data=synthetic", "model.vocab=1"], "model.vocab=1 must be >= 2 with data=synthetic"),
+        (
+            ["model=bert_tiny", "data=synthetic", "model.vocab=1"],
+            "model.vocab=1 must be >= 2 with data=synthetic",
+        ),
         (["model=llama_tiny", "model.hidden=40"], "gives heads of 5 with target=both: rotary .*must be even"),
         (["model=llama_tiny", "+model.extra.head=none"], "model.extra.head=none .* must be lm"),
         (["model=gpt_tiny", "model.family=gpt2"], r"of family gpt2 cannot be trained here \(target=both\)"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from twinbed.conf.compose import Composed
+from twinbed.conf.schema import Precision
 from twinbed.runtime.data import build_batches
 from twinbed.runtime.stack import build_model
 
@@ -38,6 +39,8 @@ CASES: dict[str, Sequence[str]] = {
     "dropout-ddp": (*GPT, "comm=ddp", "train.dropout=0.1", "batch.accumulation=2"),
     "dropout-recompute": (*LLAMA, "comm=zero3", "train.dropout=0.1", "batch.micro=2", "recompute=full"),
     "dropout-bert": (*BERT, "comm=zero3", "train.dropout=0.1", "batch.micro=2"),
+    "bf16-ddp": (*LLAMA, "comm=ddp", "batch.micro=2", "precision=bf16"),
+    "fp16-bert": (*BERT, "comm=zero3", "batch.micro=2", "precision=fp16"),
     "bf16": (*LLAMA, "comm=zero3", "train.dropout=0.1", "batch.micro=2", "precision=bf16"),
 }
 
@@ -56,7 +59,7 @@ def test_ledgers_are_equal_and_numbers_are_a_single_process_s(
             differences.append(f"{name}: {err}")
             continue
         losses, validations = single_process(composed)
-        exact = composed.experiment.comm.name != "zeropp" and name != "bf16"
+        exact = composed.experiment.comm.name != "zeropp" and composed.experiment.precision is Precision.fp32
         assert real.result["loss"] == pytest.approx(losses, rel=2e-5 if exact else 0.02), name
         found = [loss for _, loss in real.result.get("validation_loss", ())]
         assert found == pytest.approx(validations, rel=2e-5 if exact else 0.02), name

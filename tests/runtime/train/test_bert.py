@@ -119,7 +119,9 @@ def test_other_heads_are_refused(changes: dict[str, Any]) -> None:
         BERT(spec(**changes), seed=0)
 
 
-def batches(kind: type[Batches], *, micro: int = 1, rank: int = 0, num_ranks: int = 1, **keys: Any) -> Batches:
+def batches(
+    kind: type[Batches], *, micro: int = 1, rank: int = 0, num_ranks: int = 1, **keys: Any
+) -> Batches:
     given = {"name": "text", "vocab": 264, "accumulation": 1, "seed": 0, "sequence": 128} | keys
     return kind(DataConf(name=given.pop("name")), micro=micro, rank=rank, num_ranks=num_ranks, **given)
 
