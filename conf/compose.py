@@ -33,6 +33,13 @@ SCHEMA_NAME = "experiment_schema"
 # What a training of ours can run; the simulator takes any family that is counted.
 RUNTIME_FAMILIES = ("gpt", "llama", "qwen2", "bert", "vit")
 
+# What a file may say of a model that is trained here, and that is not read (runtime/llama.py, bert.py, vit.py)
+_UNREAD = {
+    **dict.fromkeys(("llama", "qwen2"), "SiLU, norms with 1e-5 and unscaled rotary positions of base 10,000"),
+    "bert": "exact GELU and norms with 1e-12",
+    "vit": "exact GELU and norms with 1e-5",
+}
+
 # Keys of `model` that change a model which a file describes
 _BESIDE_A_FILE = ("layers", "vocab", "sequence")
 
@@ -296,6 +303,11 @@ def _check(experiment: ExperimentConf, spec: ModelSpec, warnings: list[str]) -> 
         raise ValueError("train.tensorboard=true needs the package tensorboard: pip install tensorboard")
     if experiment.target is not Target.sim:
         _check_runtime(experiment, spec)
+        if experiment.model.config_json is not None:
+            warnings.append(
+                f"model.config_json={experiment.model.config_json!r}: its sizes and biases are read; trained here are "
+                f"{_UNREAD[spec.family]}, whatever the file says"
+            )
 
 
 def _absolute(experiment: ExperimentConf) -> None:

@@ -286,3 +286,13 @@ def test_what_a_deepspeed_json_leaves_out_is_as_in_deepspeed(tmp_path: Path) -> 
         f"{path}: comm.zero_stage=0 in place of 3: no zero_optimization.stage, which is 0 in DeepSpeed",
         f"{path}: precision=fp32 in place of bf16: neither fp16 nor bf16 is enabled, and DeepSpeed then trains in fp32",
     ]
+
+
+def test_what_is_not_read_of_a_models_file_is_said(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    config |= {"intermediate_size": 48, "vocab_size": 256, "max_position_embeddings": 16}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"rope_parameters": {"rope_theta": 500_000.0}}))
+    keys = ["model=hf", f"model.config_json={path}"]
+    assert any("rotary positions of base 10,000" in told for told in compose(keys).warnings)
+    assert not any("rotary" in told for told in compose([*keys, "target=sim"]).warnings)
