@@ -5,6 +5,7 @@ docstrings of `policies.layout.modes`).
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +26,8 @@ from twinbed.policies.mesh import Mesh
 
 from .lockstep import Array, Lockstep, cut_activation, cut_parameter, operands_of, total
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
 MODES: dict[str, TensorMode] = {
     "1d of 4": Megatron(4),
     "1d of 3": Megatron(3),
@@ -36,6 +39,7 @@ MODES: dict[str, TensorMode] = {
     "2.5d of 18": Summa(3, 2),
     "3d of 8": Cube(2),
     "3d of 27": Cube(3),
+    "one's own, of 3": build_mode(ParallelConf(tensor=3, tensor_mode=f"{EXAMPLES / 'gathered_mode.py'}:Gathered")),
 }
 BATCH, TOKENS, IN, OUT = 36, 12, 36, 216
 
@@ -173,6 +177,8 @@ def test_what_a_product_sends(mode: TensorMode) -> None:
     elif isinstance(mode, Cube):
         q = mode.side
         assert sent == pytest.approx(2 * (q - 1) / q**3 * (s_x + s_w + s_y))
+    else:
+        assert sent == pytest.approx(2 * 2 / 3 * s_w)  # gathered once, scattered once
 
 
 def test_a_block_in_1d_sends_8_parts_of_its_activation() -> None:
