@@ -133,7 +133,7 @@ class Gloo(_Library):
     def reduce_tree(self, group: Group, x: Tensor, root: int) -> None:
         me, size = group.ranks[group.index], group.size
         children = binomial_children(group.ranks, group.ranks[root], me)
-        arrived = x.new_empty(len(children), x.numel())
+        arrived = list(x.new_empty(len(children), x.numel()))
         receives = [
             _started(dist.irecv(row, child, group=group.handle, tag=_TREE_TAG))
             for row, child in zip(arrived, children, strict=True)
