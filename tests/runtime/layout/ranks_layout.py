@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from twinbed.conf.model_spec import ModelSpec
 from twinbed.conf.schema import Backend, ParallelConf
@@ -182,7 +182,9 @@ def volume(spec: ModelSpec, conf: ParallelConf, layer: str, *, micro: int = MICR
 
 
 def four() -> dict[str, Any]:
-    found: dict[str, Any] = {"errors": gradients("1d", "1d sequence", "2d") | families("1d", "1d sequence", "2d")}
+    found: dict[str, Any] = {
+        "errors": gradients("1d", "1d sequence", "2d") | families("1d", "1d sequence", "2d")
+    }
     found["1d"] = volume(GPT, ParallelConf(tensor=4), "block.0.")
     found["1d sequence"] = volume(LLAMA, ParallelConf(tensor=4, sequence=4), "block.0.mlp.down_proj")
     found["2d"] = volume(LLAMA, ParallelConf(tensor=4, tensor_mode="2d"), "block.0.mlp.down_proj")
