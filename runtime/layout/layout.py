@@ -250,6 +250,8 @@ class _LayingOut:
         """Tell positions and dropouts which sequences, tokens and features are here."""
         mesh, rank = self.mesh, self.groups.rank
         outer = self.layout.mode.outer if self.layout.tensor > 1 else Border()
+        if not outer.axes and self.layout.sequence == 1:
+            return  # all of them are
         batch_B, tokens_T, features_D = border_index(
             self.layout,
             mesh,
@@ -263,7 +265,7 @@ class _LayingOut:
         for module in self.model.modules():
             if isinstance(module, Dropout):
                 module.batch_index, module.token_index, module.feature_index = batch_B, tokens_T, features_D
-            elif isinstance(module, Table) and (outer.tokens or self.layout.sequence > 1):
+            elif isinstance(module, Table):
                 module.token_index = tokens_T
             elif isinstance(module, Rotary) and self.layout.sequence > 1:
                 module.token_index = within_T
