@@ -38,7 +38,9 @@ class AttentionPlans:
         if self.mode == "ring":
             plan = ring if forward else ring_backward
             return layer_plan(plan(event, size=self.size, zigzag=self.zigzag))
-        raise ValueError(f"parallel.sequence_mode={self.mode!r} has no plans of attention; use ring or ulysses")
+        raise ValueError(
+            f"parallel.sequence_mode={self.mode!r} has no plans of attention; use ring or ulysses"
+        )
 
     def token_runs(self, tokens: int, rank: int) -> tuple[tuple[int, int], ...]:
         """[start, end) of the runs of a sequence's tokens that the `rank`-th of the group holds."""

@@ -81,7 +81,9 @@ def causal_work(size: int, zigzag: bool) -> list[float]:
     work = []
     for rank in range(size):
         own = _small_pieces(size, zigzag, rank)
-        work.append(sum(1.0 if there < here else 0.5 for here in own for there in range(2 * size) if there <= here))
+        work.append(
+            sum(1.0 if there < here else 0.5 for here in own for there in range(2 * size) if there <= here)
+        )
     return work
 
 

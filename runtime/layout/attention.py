@@ -217,4 +217,5 @@ def _of_key_heads(dx_BHSE: Tensor, x_BKSE: Tensor) -> Tensor:
     key_heads = x_BKSE.shape[1]
     if dx_BHSE.shape[1] == key_heads:
         return dx_BHSE
-    return dx_BHSE.unflatten(1, (key_heads, -1)).sum(2)
+    batch, _, *rest = dx_BHSE.shape
+    return dx_BHSE.reshape(batch, key_heads, -1, *rest).sum(2)
