@@ -19,6 +19,7 @@ from typing import Final
 from ..mesh import SEQUENCE
 from ..plan import Apply, SendRecv, Step
 from .layers import LayerRuns
+from .tokens import block_pairs
 
 RING_STREAM: Final = "ring"
 
@@ -80,6 +81,18 @@ def ring_backward(event: LayerRuns, *, size: int, zigzag: bool) -> list[Step]:
                 )
             )
     return [*steps, Apply(function="rows_apart", reads=(f"dkv{size - 1}",), writes=("dk", "dv"))]
+
+
+def step_pairs(step: Apply, *, size: int, rank: int) -> float | None:
+    """How much of a full block of scores a step computes on the `rank`-th of the ring, as `block_pairs`.
+
+    None if it is not attention of a block.
+    """
+    masks = BLOCKS.get(step.function) or BLOCK_GRADIENTS.get(step.function)
+    if masks is None:
+        return None
+    causal, zigzag = masks
+    return block_pairs(size=size, zigzag=zigzag, causal=causal, rank=rank, step=step.number)
 
 
 def _block_function(event: LayerRuns, zigzag: bool) -> str:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twinbed.policies.layout import Border, Direction, Kind, LayerRuns
+from twinbed.policies.layout.ring import step_pairs
 from twinbed.policies.layout.sequence import AttentionPlans
 from twinbed.policies.layout.tokens import block_pairs, causal_work, token_runs
 from twinbed.policies.plan import AllToAll, Apply, Plan, SendRecv
@@ -170,6 +171,16 @@ def test_the_mask_is_said_in_the_plan(causal: bool, zigzag: bool, function: str)
         plan = plan_of("ring", direction, size=2, causal=causal, zigzag=zigzag)
         found = {plan.steps[i].function for i in blocks(plan)}  # type: ignore[attr-defined]
         assert found == {name}
+
+
+@pytest.mark.parametrize("zigzag", [True, False])
+def test_steps_of_a_plan_say_their_work(zigzag: bool) -> None:
+    for direction in (Direction.forward, Direction.backward):
+        plan = plan_of("ring", direction, size=3, zigzag=zigzag)
+        for rank, work in enumerate(causal_work(3, zigzag)):
+            said = [step_pairs(step, size=3, rank=rank) for step in plan.steps if isinstance(step, Apply)]
+            assert 4 * sum(pairs for pairs in said if pairs is not None) == work
+            assert None in said  # a merge is none
 
 
 def test_ulysses_exchanges_four_operands_each_way() -> None:
