@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..conf.model_flop import block_matmuls, root_matmuls
 from ..conf.model_spec import ModelSpec
+from .dropout import Dropout, DropoutClock
 from .laps import Clock, Pace, boundary
 
 
@@ -23,18 +24,28 @@ class Stack(nn.Module, ABC):
         spec: Of the model.
         recompute: Every block repeats its forward in backward. The checkpoint lies outside the block's
             module, and so outside FSDP's hooks: gathers keep their number and order.
+        dropout: Chance by which each number of what goes into the blocks, and of what a sublayer adds to the
+            residual, is zeroed in training; attention's probabilities are left alone.
+
+    Attributes:
+        dropout_clock: Says where the training is; whoever trains with dropout sets it before each forward.
     """
 
     clock: Clock | None = None  # told when computation passes from unit to unit
 
-    def __init__(self, spec: ModelSpec, *, recompute: bool = False) -> None:
+    def __init__(self, spec: ModelSpec, *, recompute: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
-        self.spec, self.recompute = spec, recompute
+        self.spec, self.recompute, self.dropout = spec, recompute, dropout
+        self.dropout_clock = DropoutClock()
         self._pace: Pace | None = None
 
     @abstractmethod
     def stack(self) -> nn.ModuleList:
         """The blocks, in the order of forward."""
+
+    def make_dropout(self, place: str) -> Dropout:
+        """At "embedding", "block.0.attention", "block.0.mlp", ...: the place gives the mask."""
+        return Dropout(self.dropout, place=place, clock=self.dropout_clock)
 
     @abstractmethod
     def first_deviation(self, name: str, weight: Tensor) -> float:
@@ -95,17 +106,27 @@ class PacedBlock(nn.Module):
         self.pace: Pace | None = None
 
 
-def build_model(spec: ModelSpec, *, seed: int | None, recompute: bool = False) -> Stack:
+def build_model(spec: ModelSpec, *, seed: int | None, recompute: bool = False, dropout: float = 0.0) -> Stack:
     """The model of the spec's family.
 
     Args:
-        seed: Of the first weights; None: they come from elsewhere.
+        seed: Of the first weights and of dropout; None: weights come from elsewhere.
+        recompute, dropout: As `Stack`.
 
     Raises:
         ValueError: The family is not trained here.
     """
+    from .bert import BERT
+    from .llama import Llama
     from .model import GPT
     from .vit import ViT
 
-    kind = ViT if spec.family == "vit" else GPT
-    return kind(spec, seed=seed, recompute=recompute)
+    kinds: dict[str, type[GPT | ViT | Llama | BERT]] = {
+        "vit": ViT,
+        "llama": Llama,
+        "qwen2": Llama,
+        "bert": BERT,
+    }
+    model = kinds.get(spec.family, GPT)(spec, seed=seed, recompute=recompute, dropout=dropout)
+    model.dropout_clock.seed = seed or 0
+    return model

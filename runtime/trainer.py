@@ -94,7 +94,10 @@ class Trainer:
         self.sequence = batch.sequence or self.spec.sequence
         self.batches = build_batches(experiment, self.spec, rank=context.rank, num_ranks=context.num_ranks)
         recompute = experiment.recompute is Recompute.full
-        model = build_model(self.spec, seed=experiment.seed, recompute=recompute).to(context.device)
+        model = build_model(
+            self.spec, seed=experiment.seed, recompute=recompute, dropout=experiment.train.dropout
+        ).to(context.device)
+        self._dropout_clock = model.dropout_clock
         self._classifier = model if isinstance(model, ViT) else None
         rate = experiment.cluster.emulated_flops_per_s
         if rate is not None:
@@ -185,6 +188,8 @@ class Trainer:
             self.offload.begins("train")
         for micro_batch in range(accumulation):
             inputs, targets = self._on_device(self.batches.train(step, micro_batch))
+            first = (micro_batch * self.context.num_ranks + self.context.rank) * self.experiment.batch.micro
+            self._dropout_clock.at(step=step, first_sequence=first)
             self.ledger.at(iteration=step, phase="forward", layer="")
             self.engine.begin_micro_batch(micro_batch, accumulation)
             self.laps.lap("step")
@@ -229,11 +234,13 @@ class Trainer:
             self.offload.begins("eval")
         batches = self.experiment.train.eval_batches
         total = torch.zeros(2 if self._classifier is not None else 1, device=self.context.device)
+        self.engine.model.eval()
         for batch in range(batches):
             inputs, targets = self._on_device(self.batches.validation(batch))
             total[0] += self.engine.model(inputs, targets)
             if self._classifier is not None:
                 total[1] += self._classifier.num_right
+        self.engine.model.train()
         total[0] /= batches * self.context.num_ranks
         self.ledger.at(iteration=step, phase="eval", layer="")
         if self.context.num_ranks > 1:

@@ -153,8 +153,8 @@ _RULES: dict[str, Rule] = {
     "stack": _stack,
     **dict.fromkeys(BLOCKS, _attention),
     **dict.fromkeys(BLOCK_GRADIENTS, _attention_block_gradient),
-    "merge": _merge(WIDE),  # into a sum of blocks, in place
+    "merge": _merge(WIDE),
     "merge_last": _merge(SAME),
-    "accumulate": lambda shapes: (Made(shapes[0], WIDE),),  # into the second operand, in place
+    "accumulate": lambda shapes: (Made(shapes[0], WIDE),),
     "add": _first,
 }

@@ -120,11 +120,10 @@ def attention_block_gradient(
 def merge(y_BHTE: Tensor, log_sums_BHT: Tensor, sum_BHTE: Tensor, sums_BHT: Tensor) -> tuple[Tensor, Tensor]:
     """A block's output and log_sums, merged into those of the blocks before it: `sum` and `sums`, in fp32 or fp64.
 
-    Writes into `sum` where it is wide already. At least one of the blocks before it must have been seen by each query.
+    Each query must have seen something of the blocks before it.
     """
     total = torch.logaddexp(sums_BHT, log_sums_BHT)
-    wide = sum_BHTE.to(_wide(y_BHTE))
-    wide.mul_((sums_BHT - total).exp_()[..., None])
+    wide = sum_BHTE.to(_wide(y_BHTE)) * (sums_BHT - total).exp_()[..., None]
     wide.addcmul_(y_BHTE, (log_sums_BHT - total).exp_()[..., None])
     return wide, total
 
@@ -138,8 +137,8 @@ def merge_last(
 
 
 def accumulate(part: Tensor, total: Tensor) -> Tensor:
-    """The sum in fp32 or fp64; writes into `total` where it is wide already."""
-    return total.to(_wide(part)).add_(part)
+    """The sum in fp32 or fp64."""
+    return torch.add(total.to(_wide(part)), part)
 
 
 def add(part: Tensor, other: Tensor) -> Tensor:
