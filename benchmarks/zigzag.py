@@ -96,15 +96,22 @@ def _sleep_in_place_of_kernels(tokens: int) -> None:
     def share(q: Tensor, k: Tensor, causal: bool) -> float:
         return q.shape[2] * k.shape[2] / tokens**2 * (0.5 if causal else 1.0)
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-        time.sleep(FORWARD_S * share(q, k, causal))
-        return torch.zeros_like(q), q.new_zeros(q.shape[:3])
+    def forward(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+        time.sleep(FORWARD_S * share(q_BHTE, k_BKSE, causal))
+        return torch.zeros_like(q_BHTE), q_BHTE.new_zeros(q_BHTE.shape[:3])
 
     def backward(
-        dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sums: Tensor, *, causal: bool
+        dy_BHTE: Tensor,
+        q_BHTE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSE: Tensor,
+        y_BHTE: Tensor,
+        log_sums_BHT: Tensor,
+        *,
+        causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        time.sleep(BACKWARD_S * share(q, k, causal))
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        time.sleep(BACKWARD_S * share(q_BHTE, k_BKSE, causal))
+        return torch.zeros_like(q_BHTE), torch.zeros_like(k_BKSE), torch.zeros_like(v_BKSE)
 
     attention.attention = forward
     attention.attention_gradient = backward

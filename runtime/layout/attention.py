@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...policies.layout.tokens import Seen, seen
+from ...policies.layout.tokens import Seen
 
 _CPU, _GPU = "cpu", "cuda"
 _MAX_GPU_FEATURES = 256  # of a head, in torch's flash attention
@@ -57,14 +57,11 @@ def attention_gradient(
     return dq, _of_key_heads(dk, k_BKSE), _of_key_heads(dv, v_BKSE)
 
 
-def attention_block(
-    q_BHTE: Tensor, kv_2BKTE: Tensor, *, size: int, rank: int, step: int, causal: bool, zigzag: bool
-) -> tuple[Tensor, Tensor]:
-    """(output, log_sums) over the keys of the rank that lies `step` before `rank` on a ring of `size`.
+def attention_block(q_BHTE: Tensor, kv_2BKTE: Tensor, part: Seen) -> tuple[Tensor, Tensor]:
+    """(output, log_sums) over the keys of a block, of which only `part` is computed.
 
-    Queries that see none of them have 0 and -inf. Only the part that is seen is computed.
+    Queries that see none of them have 0 and -inf.
     """
-    part = seen(size=size, zigzag=zigzag, causal=causal, rank=rank, step=step)
     if part == _NOTHING:
         return torch.zeros_like(q_BHTE), q_BHTE.new_full(q_BHTE.shape[:3], -torch.inf, dtype=_wide(q_BHTE))
     rows, columns = _halves(part, q_BHTE.shape[2])
@@ -86,15 +83,9 @@ def attention_block_gradient(
     kv_2BKTE: Tensor,
     y_BHTE: Tensor,
     log_sums_BHT: Tensor,
-    *,
-    size: int,
-    rank: int,
-    step: int,
-    causal: bool,
-    zigzag: bool,
+    part: Seen,
 ) -> tuple[Tensor, Tensor]:
     """(gradient of the queries, of these keys and values [2, B, K, T, E]) by the block; as `attention_block`."""
-    part = seen(size=size, zigzag=zigzag, causal=causal, rank=rank, step=step)
     if part == _NOTHING:
         return torch.zeros_like(q_BHTE), torch.zeros_like(kv_2BKTE)
     rows, columns = _halves(part, q_BHTE.shape[2])

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from ...policies.layout.border import Axes, num_parts, part_index
 from ...policies.layout.ring import BLOCK_GRADIENTS, BLOCKS
+from ...policies.layout.tokens import Seen, seen
 from ...policies.mesh import Mesh
 from ...policies.plan import Apply
 from .attention import (
@@ -303,24 +304,24 @@ def _attention_gradient(step: Apply, context: Context, operands: Sequence[Tensor
     return attention_gradient(dy, q, k, v, y, log_sums, causal=bool(step.number))
 
 
-def _place_on_ring(step: Apply, context: Context, masks: tuple[bool, bool]) -> dict[str, int | bool]:
-    """What attention of a block must know beside its operands."""
+def _seen(step: Apply, context: Context, masks: tuple[bool, bool]) -> Seen:
+    """What this rank's queries see of a block that goes round."""
     causal, zigzag = masks
     size, rank = num_parts(context.mesh, step.axes), part_index(context.mesh, step.axes, context.rank)
-    return {"size": size, "rank": rank, "step": step.number, "causal": causal, "zigzag": zigzag}
+    return seen(size=size, zigzag=zigzag, causal=causal, rank=rank, step=step.number)
 
 
 def _attention_block(step: Apply, context: Context, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     q, kv = operands
-    return attention_block(q, kv, **_place_on_ring(step, context, BLOCKS[step.function]))
+    return attention_block(q, kv, _seen(step, context, BLOCKS[step.function]))
 
 
 def _attention_block_gradient(
     step: Apply, context: Context, operands: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     dy, q, kv, y, log_sums = operands
-    where = _place_on_ring(step, context, BLOCK_GRADIENTS[step.function])
-    return attention_block_gradient(dy, q, kv, y, log_sums, **where)
+    part = _seen(step, context, BLOCK_GRADIENTS[step.function])
+    return attention_block_gradient(dy, q, kv, y, log_sums, part)
 
 
 def _stack(step: Apply, context: Context, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:

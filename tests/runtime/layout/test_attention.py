@@ -1,6 +1,5 @@
 """Attention over ranks of a sequence, in one process: the plans are carried out over a list of ranks."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -9,37 +8,15 @@ from torch import Tensor
 
 from twinbed.policies.layout import Border, Direction, Kind, LayerRuns
 from twinbed.policies.layout.functions import SAME, results
-from twinbed.policies.layout.ring import BLOCK_GRADIENTS, BLOCKS
 from twinbed.policies.layout.sequence import AttentionPlans
-from twinbed.policies.layout.tokens import block_pairs
+from twinbed.policies.layout.tokens import block_pairs, seen
+from twinbed.policies.mesh import SEQUENCE, Mesh
 from twinbed.policies.plan import AllToAll, Apply, Plan, SendRecv, Step
-from twinbed.runtime.layout import attention
+from twinbed.runtime.layout import Context, attention
+from twinbed.runtime.layout.functions import apply_function
 
 B, E = 2, 8
 Operands = dict[str, Tensor]
-
-
-def apply_function(step: Apply, operands: Sequence[Tensor], *, rank: int, size: int) -> tuple[Tensor, ...]:
-    where = {"size": size, "rank": rank, "step": step.number}
-    name = step.function
-    if name in BLOCKS:
-        causal, zigzag = BLOCKS[name]
-        return attention.attention_block(*operands, **where, causal=causal, zigzag=zigzag)  # type: ignore[misc, arg-type]
-    if name in BLOCK_GRADIENTS:
-        causal, zigzag = BLOCK_GRADIENTS[name]
-        return attention.attention_block_gradient(*operands, **where, causal=causal, zigzag=zigzag)  # type: ignore[misc, arg-type]
-    table: dict[str, Callable[..., Any]] = {
-        "stack": lambda *x: torch.stack(x),
-        "rows_apart": lambda x: x.unbind(),
-        "attention": lambda *x: attention.attention(*x, causal=bool(step.number)),
-        "attention_gradient": lambda *x: attention.attention_gradient(*x, causal=bool(step.number)),
-        "merge": attention.merge,
-        "merge_last": attention.merge_last,
-        "accumulate": attention.accumulate,
-        "add": attention.add,
-    }
-    made = table[name](*operands)
-    return made if isinstance(made, tuple) else (made,)
 
 
 class Ranks:
@@ -47,6 +24,7 @@ class Ranks:
 
     def __init__(self, ranks: list[Operands], *, late: bool) -> None:
         self.ranks = ranks
+        self.mesh = Mesh(len(ranks), len(ranks), dims=((SEQUENCE, len(ranks)),))
         self.late = late
         self.sent = [0] * len(ranks)  # elements
 
@@ -68,7 +46,7 @@ class Ranks:
     def _apply(self, step: Apply) -> None:
         for rank, operands in enumerate(self.ranks):
             read = [operands[name] for name in step.reads]
-            made = apply_function(step, read, rank=rank, size=len(self.ranks))
+            made = apply_function(step, Context(mesh=self.mesh, rank=rank), read)
             rules = results(step.function, [tuple(x.shape) for x in read])
             for name, tensor, rule in zip(step.writes, made, rules, strict=True):
                 assert tuple(tensor.shape) == rule.shape, (step.function, name)
@@ -150,7 +128,7 @@ def make_whole(tokens: int, heads: int, kv_heads: int, dtype: torch.dtype, *, se
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
@@ -190,9 +168,8 @@ def test_zigzag_and_contiguous_give_the_same_in_bf16_and_fp32() -> None:
         for size, zigzag in ((1, False), (4, True), (4, False)):
             if size == 1:
                 y, sums = attention.attention(whole["q"], whole["k"], whole["v"], causal=True)
-                made = attention.attention_gradient(
-                    whole["dy"], *(whole[n] for n in "qkv"), y, sums, causal=True
-                )
+                q, k, v = (whole[name] for name in "qkv")
+                made = attention.attention_gradient(whole["dy"], q, k, v, y, sums, causal=True)
                 found = dict(zip(("y", "dq", "dk", "dv"), (y, *made), strict=True))
             else:
                 plans = AttentionPlans("ring", size=size, zigzag=zigzag)
@@ -218,9 +195,9 @@ def test_kernels_equal_their_reference(dtype: torch.dtype, queries: int, keys: i
     assert sums.dtype == wanted_sums.dtype
     assert error(y, wanted_y) < limit
     assert error(sums, wanted_sums) < min(limit, 1e-6)  # not rounded to bf16
-    outside = (y * 0.7, sums + 0.4)
-    found = attention.attention_gradient(dy, q, k, v, *outside, causal=causal)
-    wanted = attention.reference_gradient(dy, q, k, v, *outside, causal=causal)
+    y, sums = y * 0.7, sums + 0.4
+    found = attention.attention_gradient(dy, q, k, v, y, sums, causal=causal)
+    wanted = attention.reference_gradient(dy, q, k, v, y, sums, causal=causal)
     for made, exact in zip(found, wanted, strict=True):
         assert error(made, exact) < 2 * limit
 
@@ -252,7 +229,8 @@ def test_only_what_is_seen_is_computed(monkeypatch: pytest.MonkeyPatch, zigzag: 
                 "causal": True,
                 "zigzag": zigzag,
             }
-            y, sums = attention.attention_block(whole["q"], kv, **where)
-            attention.attention_block_gradient(whole["dy"], whole["q"], kv, y, sums, **where)
+            part = seen(**where)
+            y, sums = attention.attention_block(whole["q"], kv, part)
+            attention.attention_block_gradient(whole["dy"], whole["q"], kv, y, sums, part)
             expected = block_pairs(**where) * tokens**2
             assert counted == ([expected] * 2 if expected else [])
