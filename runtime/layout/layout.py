@@ -4,10 +4,11 @@ Modules keep their types, and parameters their names.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...policies.layout import Direction, ParallelLayout
 from ...policies.layout.border import Border, num_parts
@@ -20,6 +21,7 @@ from ..leaves import CrossEntropy, FirstToken, Owned, PositionsOf, Rotary, Table
 from ..ledger import Ledger
 from ..stack import Stack
 from .autograd import Program
+from .dtensor import is_served, parallelize, tensor_mesh
 from .functions import Context, first_rows
 from .interpreter import LayerInterpreter
 from .modules import Planned, PlannedCore, PlannedLoss, PlannedPositions, Source, Together, replace_call
@@ -77,6 +79,7 @@ def lay_out(
     sequence: int,
     stage: int = 0,
     chunk: int = 0,
+    library: bool = True,
 ) -> LaidOut:
     """Change `model` in place. No communication: every rank cuts its part from the whole weights that it has.
 
@@ -85,12 +88,13 @@ def lay_out(
         micro: Sequences of a micro-batch, of one replica of the model.
         sequence: Tokens of a whole sequence, as the model's blocks have them.
         stage, chunk: Whose layers the model has; others are not looked at.
+        library: DTensor computes what it serves (`dtensor.is_served`); False: our own function everything.
 
     Raises:
         ValueError: If the model has no module that a layer names.
     """
     return _LayingOut(
-        model, layout, groups, LayerInterpreter(groups, ledger, collectives), micro, sequence
+        model, layout, groups, LayerInterpreter(groups, ledger, collectives), micro, sequence, library
     ).all(stage, chunk)
 
 
@@ -102,6 +106,8 @@ class _LayingOut:
     interpreter: LayerInterpreter
     micro: int
     sequence: int
+    library: bool
+    _mesh_of_library: DeviceMesh | None = field(default=None, init=False)
 
     def all(self, stage: int, chunk: int) -> LaidOut:
         units = self.model.units()
@@ -124,6 +130,7 @@ class _LayingOut:
             for layer in layers:
                 self._plan(unit, units[unit], layer)
         self._tell_places()
+        self.model.recompute_to_end = not self.layout.is_plain
         return LaidOut(self.model, placed, self.groups, self.interpreter.collectives)
 
     # ---- parameters
@@ -166,6 +173,17 @@ class _LayingOut:
         members = (layer, *layer.others)
         found = [_parameters(module, each) for each in members]
         operands = tuple(found[0])
+        if self.library and is_served(self.layout, layer):
+            parallelize(
+                module,
+                layer,
+                mesh=self._tensor_mesh(),
+                ledger=self.interpreter.ledger,
+                label=f"{unit}.{layer.path}",
+                weights=[_source(each["weight"]) for each in found],
+                biases=[_source(each["bias"]) for each in found if "bias" in each],
+            )
+            return
         program = Program(
             interpreter=self.interpreter,
             forward=forward,
@@ -179,7 +197,7 @@ class _LayingOut:
         )
         sources: list[Source] = [_source(each[name]) for name in operands for each in found]
         if layer.others:
-            together = Together(program, sources, program.label)
+            together = Together(lambda x: program(x, *(source() for source in sources)), program.label)
             for place, each in enumerate(members):
                 replace_call(module.get_submodule(each.path), together.member(place))
             return
@@ -192,6 +210,12 @@ class _LayingOut:
                 replace_call(target, PlannedPositions(program, sources))
             case _:
                 replace_call(target, Planned(program, sources))
+
+    def _tensor_mesh(self) -> DeviceMesh:
+        if self._mesh_of_library is None:
+            device = next(self.model.parameters()).device
+            self._mesh_of_library = tensor_mesh(self.groups, device)
+        return self._mesh_of_library
 
     def _context(self, module: nn.Module) -> Context:
         eps = getattr(module, "eps", None)
@@ -265,9 +289,11 @@ def _module(unit: nn.Module, layer: Layer) -> nn.Module:
         return parent  # it puts what its convolution gives in order
     if name in parent._parameters:
         for module in unit.modules():
-            if isinstance(module, PositionsOf | FirstToken) and module.owned.owner is parent:
-                if module.owned.name == name:
-                    return module
+            if isinstance(module, PositionsOf | FirstToken) and (module.owned.owner, module.owned.name) == (
+                parent,
+                name,
+            ):
+                return module
         raise ValueError(f"{layer.path!r} is a parameter that no module says it uses")
     return unit.get_submodule(layer.path)
 
@@ -276,10 +302,7 @@ def _parameters(unit: nn.Module, layer: Layer) -> dict[str, Owned]:
     """Of each operand of the plans, the parameter."""
     if layer.kind in (Kind.attention, Kind.loss, Kind.local):
         return {}
-    if layer.kind is Kind.patches:
-        module = unit.get_submodule(layer.path)
-    else:
-        module = _module(unit, layer)
+    module = unit.get_submodule(layer.path) if layer.kind is Kind.patches else _module(unit, layer)
     if isinstance(module, PositionsOf | FirstToken):
         return {"weight": module.owned}
     if isinstance(module, TiedHead):

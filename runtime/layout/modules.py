@@ -67,8 +67,7 @@ class Together:
     The others hand their share out: they are called with the same tensor, in the order of forward.
     """
 
-    program: Program
-    parameters: Sequence[Source]
+    compute: Callable[[Tensor], tuple[Tensor, ...]]
     label: str
     _x: Tensor | None = field(default=None, init=False)
     _shares: list[Tensor | None] = field(default_factory=list, init=False)
@@ -78,7 +77,7 @@ class Together:
 
         def call(x: Tensor) -> Tensor:
             if place == 0:
-                self._shares = list(self.program(x, *(source() for source in self.parameters)))
+                self._shares = list(self.compute(x))
                 self._x = x
             if self._x is not x or len(self._shares) <= place or self._shares[place] is None:
                 raise RuntimeError(

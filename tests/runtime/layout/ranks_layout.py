@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from twinbed.analysis.record import LedgerRow
 from twinbed.conf.model_spec import ModelSpec
 from twinbed.conf.schema import Backend, ParallelConf
 from twinbed.policies.layout import ParallelLayout, build_parallel
@@ -88,7 +89,12 @@ def layout_of(conf: ParallelConf, spec: ModelSpec, micro: int) -> tuple[Parallel
 
 
 def laid_out(
-    spec: ModelSpec, conf: ParallelConf, dtype: torch.dtype = torch.float32, *, micro: int = MICRO
+    spec: ModelSpec,
+    conf: ParallelConf,
+    dtype: torch.dtype = torch.float32,
+    *,
+    micro: int = MICRO,
+    library: bool = True,
 ) -> tuple[Stack, LaidOut, Ledger]:
     layout, groups, ledger = layout_of(conf, spec, micro)
     model = model_of(spec, dtype)
@@ -100,6 +106,7 @@ def laid_out(
         collectives=COLLECTIVES,
         micro=micro,
         sequence=spec.sequence,
+        library=library,
     )
     return model, laid, ledger
 
@@ -112,14 +119,20 @@ def relative(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
 
 
 def errors(
-    spec: ModelSpec, conf: ParallelConf, dtype: torch.dtype, *, ignored: bool = False, micro: int = MICRO
+    spec: ModelSpec,
+    conf: ParallelConf,
+    dtype: torch.dtype,
+    *,
+    ignored: bool = False,
+    micro: int = MICRO,
+    library: bool = True,
 ) -> dict[str, float]:
     """Relative L2 error of the loss and of each parameter's gradient against this process alone."""
     tokens, targets = data_of(spec, micro=micro, ignored=ignored)
     alone = model_of(spec, dtype)
     expected = alone(tokens, targets)
     expected.backward()
-    model, laid, _ = laid_out(spec, conf, dtype, micro=micro)
+    model, laid, _ = laid_out(spec, conf, dtype, micro=micro, library=library)
     names = [name for name, _ in alone.named_parameters()]
     assert names == [name for name, _ in model.named_parameters()]
     loss = model(tokens, targets)
@@ -181,8 +194,35 @@ def volume(spec: ModelSpec, conf: ParallelConf, layer: str, *, micro: int = MICR
     return sum(row.wire_bytes for row in rows) / 4, len(rows)
 
 
+def rows(spec: ModelSpec, conf: ParallelConf, dtype: torch.dtype, *, library: bool) -> list[LedgerRow]:
+    """Of two steps, the second with the blocks recomputed in backward."""
+    tokens, targets = data_of(spec, micro=MICRO, ignored=False)
+    model, _, ledger = laid_out(spec, conf, dtype, library=library)
+    for model.recompute in (False, True):
+        ledger.at(phase="forward")
+        loss = model(tokens, targets)
+        ledger.at(phase="backward")
+        loss.backward()
+    return ledger.rows
+
+
+def planned() -> dict[str, Any]:
+    """1D by our own function throughout; and the rows of both ways."""
+    conf = ParallelConf(tensor=4)
+    found: dict[str, Any] = {"errors": {}, "rows": {}}
+    for spec in (replace(GPT, tied_embeddings=True), LLAMA, BERT, VIT):
+        name = f"{spec.family} float64"
+        found["errors"][name] = errors(spec, conf, torch.float64, ignored=True, library=False)
+        for dtype in (torch.float32, torch.bfloat16):
+            both = [rows(spec, conf, dtype, library=library) for library in (True, False)]
+            found["rows"][f"{spec.family} {dtype}"] = both
+    return found
+
+
 def four() -> dict[str, Any]:
-    found: dict[str, Any] = {"errors": gradients("1d", "1d sequence", "2d") | families("1d", "1d sequence", "2d")}
+    found: dict[str, Any] = {
+        "errors": gradients("1d", "1d sequence", "2d") | families("1d", "1d sequence", "2d")
+    }
     found["1d"] = volume(GPT, ParallelConf(tensor=4), "block.0.")
     found["1d sequence"] = volume(LLAMA, ParallelConf(tensor=4, sequence=4), "block.0.mlp.down_proj")
     found["2d"] = volume(LLAMA, ParallelConf(tensor=4, tensor_mode="2d"), "block.0.mlp.down_proj")
@@ -225,4 +265,4 @@ def run_case(cases: dict[str, Callable[[], Any]]) -> None:
 
 
 if __name__ == "__main__":
-    run_case({"four": four, "eight": eight, "nine": nine})
+    run_case({"four": four, "eight": eight, "nine": nine, "planned": planned})

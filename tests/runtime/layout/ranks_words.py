@@ -71,7 +71,10 @@ def words() -> dict[str, Any]:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for dim in (0, 1, -1):
             group = mesh.group("row", rank)
-            me, there = mesh.index("row", rank), [of_rank(r, 6, 4, 2, dtype=dtype).transpose(0, 1) for r in group]
+            me, there = (
+                mesh.index("row", rank),
+                [of_rank(r, 6, 4, 2, dtype=dtype).transpose(0, 1) for r in group],
+            )
             x = there[me]
             total = there[0] + there[1]
             axis: dict[str, Any] = {"axis": "row", "reads": ("x",), "writes": ("y",)}
@@ -103,9 +106,7 @@ def words() -> dict[str, Any]:
 def shifts_and_trees() -> None:
     """Over all four ranks."""
     mesh = Mesh(4, 2, dims=((TENSOR, 4), (DATA, 1)))
-    interpreter = LayerInterpreter(
-        Groups(mesh), Ledger(rank=dist.get_rank(), mesh=mesh), COLLECTIVES
-    )
+    interpreter = LayerInterpreter(Groups(mesh), Ledger(rank=dist.get_rank(), mesh=mesh), COLLECTIVES)
     rank = dist.get_rank()
     for shift in (1, 3, -1, 2):
         step = SendRecv(axis=TENSOR, shift=shift, reads=("k", "v"), writes=("k2", "v2"))

@@ -102,7 +102,14 @@ def _is_wide(name: str, i: int) -> bool:
     """Operands that another function made, as wide sums."""
     if name.endswith(("norm", "norm_gradient", "norm_gradient_sums")):
         return i >= {"layer_norm": 3, "rms_norm": 2}.get(name, 3)
-    first = {"exponentials": 2, "losses": 0, "mean_loss": 0, "rows_apart": 0, "scale": 0, "attention_gradient": 5}
+    first = {
+        "exponentials": 2,
+        "losses": 0,
+        "mean_loss": 0,
+        "rows_apart": 0,
+        "scale": 0,
+        "attention_gradient": 5,
+    }
     if name == "loss_gradient":
         return i != 1
     if name in ("merge", "merge_last", "accumulate"):

@@ -40,6 +40,16 @@ def test_one_and_two_dimensions(launch: Launch) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.timeout(400)
+def test_one_dimension_by_our_own_function_and_by_dtensor(launch: Launch) -> None:
+    for found in launch("ranks_layout", "planned", 4, timeout_s=300.0):
+        check_errors(found)
+        for name, (library, ours) in found["rows"].items():
+            assert library == ours, name
+            assert len(ours) == 26 + 2 * ("vit" not in name), name  # vit: words are not cut
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(400)
 def test_two_and_a_half_and_three_dimensions(launch: Launch) -> None:
     ranks = launch("ranks_layout", "eight", 8, timeout_s=300.0)
     for found in ranks:

@@ -12,7 +12,15 @@ from twinbed.policies.layout.modes import Cube, Megatron, Summa, TensorMode
 from twinbed.policies.mesh import DATA, Mesh
 from twinbed.runtime.layout.parameters import Placed
 
-MODES: list[TensorMode] = [Megatron(1), Megatron(4), Megatron(3, sequence=True), Summa(2), Summa(3), Summa(2, 2), Cube(2)]
+MODES: list[TensorMode] = [
+    Megatron(1),
+    Megatron(4),
+    Megatron(3, sequence=True),
+    Summa(2),
+    Summa(3),
+    Summa(2, 2),
+    Cube(2),
+]
 
 
 @st.composite
@@ -33,7 +41,9 @@ def placed_parameters(draw: st.DrawFn) -> tuple[Mesh, Placed]:
     each = 36 if mode.name != "3d" else 16
     sections = tuple(each * size for size in cut.sections)
     cut = Cut(cut.dims, sections)
-    padded = (sum(sections) or each * draw(st.integers(1, 3)), each)[: max(1, draw(st.integers(1, 2)), len(cut.dims))]
+    padded = (sum(sections) or each * draw(st.integers(1, 3)), each)[
+        : max(1, draw(st.integers(1, 2)), len(cut.dims))
+    ]
     lacking = 0 if sections else draw(st.integers(0, 5))
     return mesh, Placed((padded[0] - lacking, *padded[1:]), padded, cut)
 
