@@ -5,7 +5,7 @@ overlaps. Neither asks which policy it runs: they follow its plans.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..conf.model_spec import Unit
 from ..conf.schema import Precision
@@ -22,7 +22,7 @@ from ..policies.comm import (
     describe_action,
     describe_event,
 )
-from ..policies.mesh import HPZ, LOCAL, NODE, WORLD, Mesh
+from ..policies.mesh import HPZ, LOCAL, NODE, OF_REPLICAS, WORLD, Mesh
 from ..policies.partition import fsdp2_order, shard_segments
 from ..policies.plan import Plan
 from .costs import EMBED, HEAD
@@ -88,6 +88,7 @@ class Engine:
         num_figures: That a validation sums over the ranks, fp32: the loss, and how often a classifier is right.
         gradient_bytes: Of an element on the wire when sharded gradients are summed; None: as the weights.
         offload: Carries out what an offload policy decides; None: all states stay near.
+        world: Where the ranks of `mesh` are the replicas of a layout, all ranks.
     """
 
     def __init__(
@@ -104,10 +105,14 @@ class Engine:
         num_figures: int = 1,
         gradient_bytes: int | None = None,
         offload: Offload | None = None,
+        world: Mesh | None = None,
     ) -> None:
         self._decisions = decisions
         self._policy = decisions.policy
         self._mesh = mesh
+        self._world = world
+        # one replica has nobody to get weights from, or to add gradients up with
+        self._alone = world is not None and mesh.num_ranks == 1
         self._root, *blocks = units
         self._blocks = tuple(blocks)
         self._precision = precision
@@ -137,7 +142,8 @@ class Engine:
             rules.backward_done()
             if micro_batch == last:
                 weights.gathered.clear()
-        check_reduced(self._policy, [unit.name for unit in (self._root, *self._blocks)], self._reduced)
+        if not self._alone:
+            check_reduced(self._policy, [unit.name for unit in (self._root, *self._blocks)], self._reduced)
         rules.drain()
         if self._clip:
             if self._offload is not None:
@@ -207,7 +213,7 @@ class Engine:
         self._reduce(rules, self._root, micro_batch)
 
     def _gather(self, rules: Blocking, weights: Weights, unit: Unit, asked: Phase, phase: str) -> Handle:
-        if not self._sharded or unit.name in weights.gathered:
+        if not self._sharded or self._alone or unit.name in weights.gathered:
             return None
         plan = self._decisions.decide(WeightsNeeded(unit.name, asked, unit.name in weights.copies))
         if plan is None:
@@ -233,11 +239,13 @@ class Engine:
         return handle
 
     def _reshard(self, rules: Blocking, weights: Weights, unit: str) -> None:
-        if self._sharded and self._policy.reshard_after_forward:
+        if self._sharded and self._policy.reshard_after_forward and not self._alone:
             weights.gathered.pop(unit, None)
             rules.free(unit)
 
     def _reduce(self, rules: Blocking, unit: Unit, micro_batch: int) -> None:
+        if self._alone:
+            return
         plan = self._decisions.decide(GradientsReady(unit.name, micro_batch, self._num_micro_batches))
         if plan is not None:
             again = unit.name in self._reduced
@@ -248,7 +256,7 @@ class Engine:
                 self._offload.reduced(rules, phase, unit.name, ends, again=again)
 
     def _publish(self, rules: Blocking) -> None:
-        for unit in (self._root, *self._blocks):
+        for unit in () if self._alone else (self._root, *self._blocks):
             plan = self._decisions.decide(WeightsChanged(unit.name))
             if plan is not None:
                 if self._sharded:
@@ -262,25 +270,27 @@ class Engine:
 
     def _all_reduce(self, rules: Blocking, phase: str, numel: int) -> None:
         """Of fp32 numbers, as a library or the trainer issues it."""
-        if self._mesh.num_ranks > 1:
+        ranks = (self._world or self._mesh).num_ranks
+        if ranks > 1:
             element = Precision.fp32.element_bytes
             nbytes = numel * element
-            rules.library(
-                phase, Transfer("all_reduce", WORLD, self._mesh.num_ranks, nbytes, nbytes, numel, element)
-            )
+            rules.library(phase, Transfer("all_reduce", WORLD, ranks, nbytes, nbytes, numel, element))
 
     def _interpret(self, plan: Plan, goal: Goal, unit: Unit) -> Interpreted:
         self._check_axes(plan)
         key = (id(plan), goal, id(unit.tensors))  # equal plans are one object, and blocks share their tensors
         known = self._interpreted.get(key)
         if known is None:
-            known = self._interpreted[key] = interpret(
+            known = interpret(
                 plan,
                 goal=goal,
                 segments=self.segments(unit),
                 mesh=self._mesh,
                 element_bytes=self._gradient_bytes if goal is Goal.reduce else self._precision.element_bytes,
             )
+            if self._world is not None:
+                known = over_replicas(known)
+            self._interpreted[key] = known
         return known
 
     def _check_axes(self, plan: Plan) -> None:
@@ -301,3 +311,13 @@ class Engine:
             shapes = [tensor.shape for tensor in tensors]
             known = self._segments[id(unit.tensors)] = shard_segments(shapes, parts)
         return known
+
+
+def over_replicas(made: Interpreted) -> Interpreted:
+    """The same collectives over the ranks of a layout that hold the same part of the model."""
+    pieces = []
+    for piece in made.pieces:
+        if isinstance(piece.what, Transfer):
+            piece = replace(piece, what=replace(piece.what, axis=OF_REPLICAS[piece.what.axis]))
+        pieces.append(piece)
+    return replace(made, pieces=tuple(pieces))

@@ -4,6 +4,7 @@ All methods write items; the handle of a gather is the items with which it ends,
 """
 
 from collections.abc import Mapping
+from typing import Protocol
 
 from .interpreter import Interpreted, Transfer, Work
 from .program import COMPUTE, LIBRARY, MAIN, Writer
@@ -11,6 +12,16 @@ from .program import COMPUTE, LIBRARY, MAIN, Writer
 Handle = tuple[int, ...] | None
 
 COMM_THREAD = "comm"
+
+
+class Layers(Protocol):
+    """Computation of units that a layout shares out: several steps with collectives between, and beside."""
+
+    def write(
+        self, writer: Writer, phase: str, unit: str, key: str, waits: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """All steps of one computation, of which the first waits for `waits`; the items with which it ends."""
+        ...
 
 
 class Blocking:
@@ -21,13 +32,15 @@ class Blocking:
         copies: Bytes of a unit's gathered tensor that FSDP copies out after a gather, and in before a
         reduction;
             empty where its copies are part of the computation's own time, or nothing is sharded.
+        layers: Writes the computation of a unit; None: it is one piece of local work.
     """
 
     prefetches_forward = False  # the next unit's gather is issued before this unit computes
 
-    def __init__(self, writer: Writer, copies: Mapping[str, int]) -> None:
+    def __init__(self, writer: Writer, copies: Mapping[str, int], layers: Layers | None = None) -> None:
         self.writer = writer
         self._copies = copies
+        self._layers = layers
         self._waits: tuple[int, ...] = ()  # of the next item on the main worker
 
     def gather(self, plan: Interpreted, phase: str, unit: str, after: tuple[int, ...] = ()) -> Handle:
@@ -53,6 +66,9 @@ class Blocking:
             self._copy("copy_out", phase, unit)
 
     def compute(self, phase: str, unit: str, key: str) -> None:
+        if self._layers is not None:
+            self._waits = self._layers.write(self.writer, phase, unit, key, self._waits)
+            return
         self.local(phase, unit, f"{phase}/{unit}", Work("compute", key))
 
     def free(self, unit: str) -> None:
@@ -120,8 +136,10 @@ class Streams(Blocking):
         sharded: Whether FSDP2's waits hold.
     """
 
-    def __init__(self, writer: Writer, copies: Mapping[str, int], *, sharded: bool) -> None:
-        super().__init__(writer, copies)
+    def __init__(
+        self, writer: Writer, copies: Mapping[str, int], layers: Layers | None = None, *, sharded: bool
+    ) -> None:
+        super().__init__(writer, copies, layers)
         self._sharded = sharded
         self._gate: tuple[int, ...] = ()
         self._copied_out: tuple[int, ...] = ()
