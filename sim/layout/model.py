@@ -20,7 +20,7 @@ from ...policies.plan import Plan
 from ..device import Device, Tally
 from ..interpreter import FP32_BYTES, Transfer
 from ..layers import Kernels
-from .operands import Followed, LocalStep, Operand, follow
+from .operands import Followed, LocalStep, Operand, beside_bytes, follow
 from .shapes import BEHIND, BLOCK, Shapes
 from .work import Works
 
@@ -102,8 +102,9 @@ class LaidModel:
         return self.input_bytes() if self._repeats(part) else self._part(part).saved_bytes
 
     def working_bytes(self, part: str) -> float:
-        """What is there beside while that backward runs."""
-        return self._part(part).saved_bytes if self._repeats(part) else 0.0
+        """What is there beside while that backward runs: what it repeats, and what one of its layers has made."""
+        again = self._part(part).saved_bytes if self._repeats(part) else 0.0
+        return again + self._part(part).beside_bytes
 
     def logits_bytes(self) -> int:
         """Of one rank's part of the logits, in fp32 and in the precision of activations."""
@@ -146,6 +147,7 @@ class _Part:
         self._model = model
         self._layers = model.shapes.parts[part]
         self.saved_bytes = 0.0
+        self.beside_bytes = 0  # the most of any layer
         forward: list[list[LaidStep]] = []
         backward: list[list[LaidStep]] = []
         between = model.works.between(self._layers) if part == BLOCK else {}
@@ -187,7 +189,13 @@ class _Part:
             self._check_gradients(behind, began, back)
         except ValueError as err:
             raise ValueError(f"layer {layer.path!r} of kind {layer.kind.value}: {err}") from err
-        self.saved_bytes += self._saved(at, layer, behind, through.operands)
+        kept = self._kept(at, behind, through.operands)
+        self.saved_bytes += float(sum(through.operands[each].nbytes for each in kept))
+        self.beside_bytes = max(
+            self.beside_bytes,
+            beside_bytes(ahead, through.operands, (name, *kept)),
+            beside_bytes(behind, back.operands, [f"d{each}" for each in began]),
+        )
         return self._steps(layer, through), self._steps(layer, back)
 
     def _check_gradients(self, plan: Plan, began: Mapping[str, Operand], back: Followed) -> None:
@@ -198,12 +206,12 @@ class _Part:
             if gradient is None or prod(gradient.shape) != operand.numel:
                 raise ValueError(f"plan '{plan.describe()}' makes d{name} = {gradient}, not of {operand.shape}")
 
-    def _saved(self, at: int, layer: Layer, behind: Plan, operands: Mapping[str, Operand]) -> float:
+    def _kept(self, at: int, behind: Plan, operands: Mapping[str, Operand]) -> list[str]:
         """What backward reads of forward, parameters and what is kept elsewhere left out."""
         kept = [name for name in behind.operands if name in operands and name not in PARAMETERS]
         if self._is_kept_before(at):
             kept = [name for name in kept if name != "x"]
-        return float(sum(operands[name].nbytes for name in kept))
+        return kept
 
     def _is_kept_before(self, at: int) -> bool:
         """Whether the module before a product keeps its own output, which is the product's input."""

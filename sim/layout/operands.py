@@ -4,7 +4,7 @@ This is the simulator's interpreter of plans over named operands. It needs no de
 takes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Final
@@ -149,7 +149,7 @@ class _Walk:
 
     def _slice(self, step: Slice) -> Operand:
         (operand,) = self._read(step, 1)
-        return self._cut(step, operand, step.dim, self._mesh.size(step.axis))
+        return self._cut(step, operand, step.dim, self._size(step))
 
     def _multiply(self, step: Multiply) -> LocalStep:
         left, right = self._read(step, 2)
@@ -193,7 +193,7 @@ class _Walk:
     def _collective(self, step: Collective) -> Transfer | None:
         """None: a group of one rank, or an empty message."""
         (operand,) = self._read(step, 1)
-        size, nbytes = self._mesh.size(step.axis), operand.nbytes
+        size, nbytes = self._size(step), operand.nbytes
         made, transfer = operand, None
         match step:
             case AllGather():
@@ -222,18 +222,23 @@ class _Walk:
         self._write(step, (made,))
         return transfer if size > 1 and nbytes else None
 
-    def _whole(self, step: Step, op: str, operand: Operand, size: int, root: int = 0) -> Transfer:
+    def _size(self, step: Slice | Collective) -> int:
+        try:
+            return self._mesh.size(step.axis)
+        except ValueError as err:
+            raise self._error(step, str(err)) from err
+
+    def _whole(self, step: Collective, op: str, operand: Operand, size: int, root: int = 0) -> Transfer:
         if not 0 <= root < size:
             raise self._error(step, f"root={root} is not in its group; use one of [0, {size - 1}]")
-        axis = getattr(step, "axis")  # noqa: B009
         nbytes = operand.nbytes
-        return Transfer(op, axis, size, nbytes, nbytes, operand.numel, operand.element_bytes, root)
+        return Transfer(op, step.axis, size, nbytes, nbytes, operand.numel, operand.element_bytes, root)
 
     def _send(self, step: SendRecv, stream: str, after: tuple[int, ...], *, beside: bool) -> tuple[int, ...]:
         """Both ends: to the rank `shift` further along the ring, and from the one as far before."""
         read = self._read(step, len(step.reads))
         self._write(step, tuple(read))
-        size = self._mesh.size(step.axis)
+        size = self._size(step)
         nbytes = sum(operand.nbytes for operand in read)
         if not step.shift % size or not nbytes:
             return after
@@ -287,3 +292,16 @@ def _element_bytes(made: Made, read: Sequence[Operand]) -> int:
     if made.kind == WIDE:
         return FP32_BYTES
     return (read[0] if made.kind == SAME else read[-1]).element_bytes
+
+
+def beside_bytes(plan: Plan, operands: Mapping[str, Operand], kept: Collection[str]) -> int:
+    """The most that a plan holds at a time of what it makes, each until it is read last; `kept` left out."""
+    last = {name: i for i, step in enumerate(plan.steps) for name in (*step.reads, *step.writes)}
+    held: dict[str, int] = {}
+    most = 0
+    for i, step in enumerate(plan.steps):
+        if not isinstance(step, Slice):  # a view
+            held |= {name: operands[name].nbytes for name in step.writes if name not in kept}
+        most = max(most, sum(held.values()))
+        held = {name: nbytes for name, nbytes in held.items() if last[name] > i}
+    return most
