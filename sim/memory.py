@@ -155,19 +155,19 @@ def memory_over_time(
         from .megatron.memory import stage_memory  # other engines do not import it
 
         return stage_memory(experiment, spec)
-    held, ranks, kept = num_parameters(spec), experiment.cluster.num_ranks, activations(spec, experiment)
     if experiment.engine is Engine.fsdp2 and experiment.parallel.ranks_a_replica > 1:
-        from .layout.memory import of_one_rank  # plain data parallelism does not import it
+        from .layout.memory import layout_memory  # plain data parallelism does not import it
 
-        held, ranks, kept = of_one_rank(experiment, spec)
-    states = _states(experiment, policy, held, ranks) | dict(near or {})
+        return layout_memory(experiment, spec, policy)
+    held, ranks = num_parameters(spec), experiment.cluster.num_ranks
+    states = model_states(experiment, policy, held, ranks) | dict(near or {})
     if experiment.engine in (Engine.deepspeed, Engine.deepspeed_2023):
         from .deepspeed.memory import buffer_bytes  # other engines do not import it
 
         gathered, reducing = buffer_bytes(experiment, spec)
     else:
-        gathered, reducing = _buffers(experiment, policy, unit_bytes)
-    walk = _Walk(states, gathered, reducing, kept, unit_bytes)
+        gathered, reducing = unit_buffers(experiment, policy, unit_bytes)
+    walk = _Walk(states, gathered, reducing, activations(spec, experiment), unit_bytes)
     grows = walk.micro_batch(all_there=policy.placement is not Placement.sharded)
     count = experiment.batch.accumulation
     again = walk.micro_batch(all_there=True) if count > 1 else []
@@ -178,7 +178,7 @@ def memory_over_time(
     ]
     return [
         *points,
-        MemoryPoint("step", "all", walk.held(0.0, _step_buffers(experiment, policy, held, ranks), None), count - 1),
+        MemoryPoint("step", "all", walk.held(0.0, step_buffers(experiment, policy, held, ranks), None), count - 1),
     ]
 
 
@@ -234,7 +234,7 @@ class _Walk:
         return found
 
 
-def _states(experiment: ExperimentConf, policy: CommPolicy, held: int, ranks: int) -> dict[str, int]:
+def model_states(experiment: ExperimentConf, policy: CommPolicy, held: int, ranks: int) -> dict[str, int]:
     """Args:
     held: Parameters that `ranks` ranks hold, whole or shared out, as the policy places them.
     """
@@ -268,13 +268,13 @@ def _states(experiment: ExperimentConf, policy: CommPolicy, held: int, ranks: in
     }
 
 
-def _step_buffers(experiment: ExperimentConf, policy: CommPolicy, held: int, ranks: int) -> int:
-    """What the optimizer holds only while it steps; `held` and `ranks` as of `_states`."""
+def step_buffers(experiment: ExperimentConf, policy: CommPolicy, held: int, ranks: int) -> int:
+    """What the optimizer holds only while it steps; `held` and `ranks` as of `model_states`."""
     one = buffer_bytes(experiment.optimizer)
     return state_bytes(policy, num_parameters=held, num_ranks=ranks, optimizer_bytes=one).optimizer
 
 
-def _buffers(experiment: ExperimentConf, policy: CommPolicy, unit_bytes: Sequence[int]) -> tuple[int, int]:
+def unit_buffers(experiment: ExperimentConf, policy: CommPolicy, unit_bytes: Sequence[int]) -> tuple[int, int]:
     """Gathered units in flight, and gradients that wait for their reduction.
 
     The root stays gathered through a whole pass; beside it a block computes and another is gathered (NCCL:

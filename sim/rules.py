@@ -3,7 +3,7 @@
 All methods write items; the handle of a gather is the items with which it ends, None if nothing was gathered.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Protocol
 
 from .interpreter import Interpreted, Transfer, Work
@@ -79,12 +79,12 @@ class Blocking:
         self._copy("copy_in", phase, unit)
         return self.writer.plan(plan, phase, unit, worker=MAIN) or self.reached()
 
-    def backward_done(self) -> None:
-        """The end of a micro-batch."""
+    def backward_done(self, besides: Collection[str] = ()) -> None:
+        """The end of a micro-batch. `besides`: workers that go on."""
 
-    def drain(self) -> None:
+    def drain(self, besides: Collection[str] = ()) -> None:
         """What follows waits for everything."""
-        self._waits = self.writer.everything()
+        self._waits = self.writer.everything(besides)
 
     def local(self, phase: str, unit: str, name: str, work: Work, *, only_root: bool = False) -> int:
         """Work on the main worker."""
@@ -92,10 +92,26 @@ class Blocking:
         self._waits = ()
         return index
 
-    def library(self, phase: str, transfer: Transfer) -> None:
-        """A collective on the main worker that no plan asked for."""
-        self.writer.transfer(MAIN, LIBRARY, phase, "", transfer, self._waits)
+    def library(self, phase: str, transfer: Transfer, *, tag: Hashable = None) -> None:
+        """A collective on the main worker that no plan asked for. `tag`: where ranks run other programs too."""
+        self.writer.transfer(MAIN, LIBRARY, phase, "", transfer, self._waits, tag=tag)
         self._waits = ()
+
+    def message(
+        self,
+        phase: str,
+        layer: str,
+        transfer: Transfer,
+        *,
+        tag: Hashable,
+        worker: str = MAIN,
+        stream: str = LIBRARY,
+    ) -> int:
+        """One end of a message. On the main worker it blocks; elsewhere it begins when the main worker has come here."""
+        index = self.writer.transfer(worker, stream, phase, layer, transfer, self.reached(), tag=tag)
+        if worker == MAIN:
+            self._waits = ()
+        return index
 
     def _copy(self, name: str, phase: str, unit: str) -> None:
         moved = 2 * self._copies.get(unit, 0)
@@ -175,11 +191,11 @@ class Streams(Blocking):
         self._reduced = self.writer.plan(plan, phase, unit, worker=None, after=self.writer.last(MAIN))
         return self._reduced or self.writer.last(MAIN)
 
-    def backward_done(self) -> None:
-        self.drain()
+    def backward_done(self, besides: Collection[str] = ()) -> None:
+        self.drain(besides)
 
-    def drain(self) -> None:
-        super().drain()
+    def drain(self, besides: Collection[str] = ()) -> None:
+        super().drain(besides)
         self._gate = self._waits
         self._copied_out = self._reduced = ()
         self._freed.clear()

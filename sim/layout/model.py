@@ -18,10 +18,11 @@ from ...policies.layout import (
 from ...policies.mesh import Mesh
 from ...policies.plan import Plan
 from ..device import Device, Tally
+from ..engine import Stretch
 from ..interpreter import FP32_BYTES, Transfer
 from ..layers import Kernels
 from .operands import Followed, LocalStep, Operand, beside_bytes, follow
-from .shapes import BEHIND, BLOCK, Shapes
+from .shapes import BEFORE, BEHIND, BLOCK, Shapes
 from .work import Works
 
 PARAMETERS = ("weight", "bias")
@@ -78,6 +79,7 @@ class LaidModel:
         self.decided: list[tuple[str, str]] = []  # (event, action), each distinct event once
         self._asked: dict[LayerRuns, Plan | None] = {}
         self._parts: dict[str, _Part] = {}
+        self._roots: dict[tuple[str, ...], Unit] = {}
         self._recomputes = experiment.recompute is Recompute.full
 
     def ask(self, event: LayerRuns) -> Plan | None:
@@ -123,13 +125,24 @@ class LaidModel:
 
     # ---- parameters of one rank
 
-    def units(self) -> tuple[Unit, ...]:
-        """Root first, with local shapes."""
-        return self.shapes.local_units()
+    def stretch(self, stage: int, chunk: int) -> Stretch:
+        """What a chunk of a stage holds, with local shapes."""
+        layout, root = self.layout, None
+        first, last = layout.is_first(stage, chunk), layout.is_last(stage, chunk)
+        ends = [part for part, there in ((BEFORE, first), (BEHIND, last)) if there]
+        if ends:
+            root = self._roots.setdefault(tuple(ends), self.shapes.root(*ends))
+        blocks = tuple(self.shapes.blocks[i] for i in layout.layers(stage, chunk))
+        return Stretch(root, blocks, first, last)
 
-    def num_parameters(self) -> int:
-        """Elements that one rank of each group of replicas holds together with the others of it."""
-        return sum(unit.numel for unit in self.units())
+    def units(self, stage: int = 0) -> tuple[Unit, ...]:
+        """Of all chunks of a stage, in order."""
+        chunks = range(self.layout.chunks)
+        return tuple(unit for chunk in chunks for unit in self.stretch(stage, chunk).units)
+
+    def num_parameters(self, stage: int = 0) -> int:
+        """Elements that the ranks that hold the same part of the model hold, each or together."""
+        return sum(unit.numel for unit in self.units(stage))
 
     # ---- what a part comes to
 

@@ -1,6 +1,7 @@
 """The local shapes of one rank's operands and parameters, from the borders and cuts of a layout."""
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 from ...conf.model_spec import ModelSpec, Tensor, Unit, parameters
 from ...policies.layout import Border, Cut, Kind, Layer, ParallelLayout, num_parts
@@ -169,30 +170,28 @@ class Shapes:
         sections = layer.sections or (layer.features_out,)
         return sum(divided(size, parts, f"outputs of {layer.path}") for size in sections)
 
-    def local_units(self, parts: Sequence[str] = (BEFORE, BLOCK, BEHIND)) -> tuple[Unit, ...]:
-        """The root and the blocks with the shapes of one rank.
+    def root(self, *parts: str) -> Unit:
+        """The root's parameters with the shapes of one rank, of BEFORE, BEHIND or both.
 
-        Args:
-            parts: Of the root, those that this rank holds.
+        A tied matrix is the embedding's where that is, else the head's own, after all others.
         """
-        root, *blocks = self._units
-        own = self._block_tensors() if blocks else ()
-        layers = [layer for part in parts if part != BLOCK for layer in self.parts[part]]
-        found = [
-            local
-            for tensor in root.tensors
-            for local in [self._local(tensor, layers)]
-            if local is not None
-        ]
-        return (
-            Unit(root.name, tuple(found), root.module),
-            *(Unit(block.name, own, block.module) for block in blocks),
-        )
+        root, layers = self._units[0], [layer for part in parts for layer in self.parts[part]]
+        found = [self._local(tensor, layers) for tensor in root.tensors]
+        tensors = [tensor for tensor in found if tensor is not None]
+        paths = {layer.path for layer in layers}
+        for layer in layers:
+            if layer.kind is Kind.tied and layer.shares not in paths:
+                at = next(i for i, tensor in enumerate(tensors) if tensor.name == f"{layer.shares}.weight")
+                tensors.append(Tensor(f"{layer.path}.weight", tensors.pop(at).shape))
+        return Unit(root.name, tuple(tensors), root.module)
 
-    def _block_tensors(self) -> tuple[Tensor, ...]:
-        _, block, *_ = self._units
-        found = [self._local(tensor, self.parts[BLOCK]) for tensor in block.tensors]
-        return tuple(tensor for tensor in found if tensor is not None)
+    @cached_property
+    def blocks(self) -> tuple[Unit, ...]:
+        """All of the model's, which share their tensors' shapes."""
+        _, *blocks = self._units
+        found = [self._local(tensor, self.parts[BLOCK]) for tensor in blocks[0].tensors]
+        own = tuple(tensor for tensor in found if tensor is not None)
+        return tuple(Unit(block.name, own, block.module) for block in blocks)
 
     def _local(self, tensor: Tensor, layers: Sequence[Layer]) -> Tensor | None:
         """The rank's part of a parameter; None: it belongs to none of `layers`."""
