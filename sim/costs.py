@@ -55,6 +55,7 @@ class Costs:
         )
         self.kernels = kernels_of(experiment)
         self._slowdowns: dict[str, float] = {}
+        self._op_keys: dict[tuple[str, str], str] = {}
         self.codec_scale = 1.0  # of encoding and decoding, from `host.codec_step_ns`
         self._check_probe()
 
@@ -133,12 +134,20 @@ class Costs:
 
     def op_ns(self, op: str, axis: str, message_bytes: int) -> int:
         """The fixed cost of one collective: between two measured sizes on a line, beyond them as at the nearest."""
-        key = f"{op}/{axis}"
+        key = self._op_keys.get((op, axis)) or self._op_key(op, axis)
         points = self._op_points.get(key)
         if points is None:
             return self.cluster.host.op_ns.get(key, 0)
         sizes, costs_ns = points
         return round(float(np.interp(message_bytes, sizes, costs_ns)))
+
+    def _op_key(self, op: str, axis: str) -> str:
+        key = f"{op}/{axis}"
+        if self.laid is not None and self.cluster.host.op_ns:
+            known = (*self._op_points, *self.cluster.host.op_ns)
+            key = next((each for each in self.laid.alike(op, axis) if each in known), key)
+        self._op_keys[op, axis] = key
+        return key
 
     @cached_property
     def _op_points(self) -> dict[str, tuple[list[int], list[int]]]:
@@ -245,9 +254,7 @@ class Costs:
         held, ranks = num_parameters(self._spec), self.cluster.num_ranks
         if self.laid is not None:
             held, ranks = self.laid.model.num_parameters(), self.laid.model.mesh.num_replicas
-        return state_bytes(
-            self._policy, num_parameters=held, num_ranks=ranks, optimizer_bytes=1
-        ).optimizer
+        return state_bytes(self._policy, num_parameters=held, num_ranks=ranks, optimizer_bytes=1).optimizer
 
     @cached_property
     def _tallies(self) -> dict[str, Tally]:

@@ -161,7 +161,9 @@ class _Group:
         inside = math.ceil(math.log2(-(-self._at.size // self._at.nodes)))
         levels = math.ceil(math.log2(self._at.nodes)) if self._at.nodes > 1 else 0
         senders = -(-self._at.size // self._at.nodes) * (self._at.per_node * self._at.nodes // self._at.size)
-        ways = [(self._outer_ns, self._nics(float(senders)))] * levels + [(self._inner_ns, self._own)] * inside
+        ways = [(self._outer_ns, self._nics(float(senders)))] * levels + [
+            (self._inner_ns, self._own)
+        ] * inside
         stages: list[Stage] = []
         past_ns = 0
         for latency_ns, route in ways:

@@ -178,7 +178,9 @@ def memory_over_time(
     ]
     return [
         *points,
-        MemoryPoint("step", "all", walk.held(0.0, step_buffers(experiment, policy, held, ranks), None), count - 1),
+        MemoryPoint(
+            "step", "all", walk.held(0.0, step_buffers(experiment, policy, held, ranks), None), count - 1
+        ),
     ]
 
 
@@ -274,7 +276,9 @@ def step_buffers(experiment: ExperimentConf, policy: CommPolicy, held: int, rank
     return state_bytes(policy, num_parameters=held, num_ranks=ranks, optimizer_bytes=one).optimizer
 
 
-def unit_buffers(experiment: ExperimentConf, policy: CommPolicy, unit_bytes: Sequence[int]) -> tuple[int, int]:
+def unit_buffers(
+    experiment: ExperimentConf, policy: CommPolicy, unit_bytes: Sequence[int]
+) -> tuple[int, int]:
     """Gathered units in flight, and gradients that wait for their reduction.
 
     The root stays gathered through a whole pass; beside it a block computes and another is gathered (NCCL:

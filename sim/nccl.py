@@ -27,7 +27,11 @@ BASE_US = {"ll": (6.8, 6.6), "ll128": (14.0, 14.0), "simple": (8.4, 8.4)}
 HOP_INSIDE_US = {"ll": (0.6, 0.6), "ll128": (1.25, 1.9), "simple": (4.0, 3.4)}
 HOP_OUTSIDE_US = {"ll": (5.0, 2.7), "ll128": (8.5, 4.0), "simple": (14.0, 14.0)}
 
-CHAINS = ("broadcast", "reduce", "reduce_tree")  # along the ring from the root, or to it; it has no other trees for them
+CHAINS = (
+    "broadcast",
+    "reduce",
+    "reduce_tree",
+)  # along the ring from the root, or to it; it has no other trees for them
 
 TREE_SHARE = 0.92  # of the ring's bandwidth
 # By powers of two from 64 bytes on; above them, 1.

@@ -107,7 +107,7 @@ class Blocking:
         worker: str = MAIN,
         stream: str = LIBRARY,
     ) -> int:
-        """One end of a message. On the main worker it blocks; elsewhere it begins when the main worker has come here."""
+        """One end of a message. On the main worker it blocks; elsewhere it begins when that one has come here."""
         index = self.writer.transfer(worker, stream, phase, layer, transfer, self.reached(), tag=tag)
         if worker == MAIN:
             self._waits = ()

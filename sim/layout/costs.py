@@ -1,14 +1,19 @@
-"""How long the steps of a rank's layers take: on a device by their shapes, on a local cluster by what a probe measured."""
+"""How long the steps of a rank's layers take: on a device by their shapes, on a local cluster as a probe measured."""
+
+from collections.abc import Iterator
 
 from ...conf.model_spec import ModelSpec
 from ...conf.schema import ExperimentConf
 from ...policies.layout import Direction
+from ...policies.mesh import LOCAL, NODE, WORLD
 from ..costs import EMBED, HEAD
 from ..device import Device, Tally
 from ..interpreter import Transfer
 from ..layers import Kernels
 from .model import LaidModel
 from .shapes import BEFORE, BEHIND, BLOCK
+
+_ALIKE = {"reduce_tree": ("reduce", "broadcast")}
 
 ENDS = {EMBED: BEFORE, HEAD: BEHIND}
 
@@ -62,6 +67,16 @@ class LaidCosts:
         whole = sum(self._modelled_ns(direction, each) for each in alike)
         own = self._device.time_ns(self.tally(key))
         return max(slept_ns, measured * own / whole if whole else 0.0)
+
+    def alike(self, op: str, axis: str) -> Iterator[str]:
+        """Keys of `host.op_ns` that stand for a collective over a layout's axis, nearest first: a probe knows the axes
+        of data parallelism.
+        """
+        mesh = self.model.mesh
+        inside = all(len({mesh.node_of(rank) for rank in group}) == 1 for group in mesh.groups(axis))
+        for name in (op, *_ALIKE.get(op, ())):
+            for other in (axis, LOCAL if inside else NODE, WORLD):
+                yield f"{name}/{other}"
 
     def _modelled_ns(self, direction: str, where: str) -> float:
         """What all steps of a unit come to on the device."""

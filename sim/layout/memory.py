@@ -31,9 +31,7 @@ def layout_memory(experiment: ExperimentConf, spec: ModelSpec, policy: CommPolic
 
 
 class _Stage:
-    def __init__(
-        self, experiment: ExperimentConf, model: LaidModel, policy: CommPolicy, stage: int
-    ) -> None:
+    def __init__(self, experiment: ExperimentConf, model: LaidModel, policy: CommPolicy, stage: int) -> None:
         self._experiment = experiment
         self._model = model
         self._policy = policy

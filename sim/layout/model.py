@@ -86,7 +86,9 @@ class LaidModel:
         """The layout's answer, which is logged when an event comes first."""
         if event not in self._asked:
             plan = self._asked[event] = self.layout.decide(event)
-            self.decided.append((describe_layer_event(event), plan.describe() if plan is not None else "nothing"))
+            self.decided.append(
+                (describe_layer_event(event), plan.describe() if plan is not None else "nothing")
+            )
         return self._asked[event]
 
     def steps(self, part: str, direction: Direction) -> tuple[LaidStep, ...]:
@@ -217,7 +219,9 @@ class _Part:
             if name in ("ids", "images", "targets"):
                 continue
             if gradient is None or prod(gradient.shape) != operand.numel:
-                raise ValueError(f"plan '{plan.describe()}' makes d{name} = {gradient}, not of {operand.shape}")
+                raise ValueError(
+                    f"plan '{plan.describe()}' makes d{name} = {gradient}, not of {operand.shape}"
+                )
 
     def _kept(self, at: int, behind: Plan, operands: Mapping[str, Operand]) -> list[str]:
         """What backward reads of forward, parameters and what is kept elsewhere left out."""

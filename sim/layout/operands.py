@@ -164,7 +164,9 @@ class _Walk:
         if step.transpose_right:
             out, other = other, out
         if inner != other:
-            raise self._error(step, f"shapes {left.shape} and {right.shape} do not fit: {inner} meets {other}")
+            raise self._error(
+                step, f"shapes {left.shape} and {right.shape} do not fit: {inner} meets {other}"
+            )
         made = Operand((*leading, out), left.element_bytes)
         moved = left.nbytes + right.nbytes + made.nbytes
         if step.add:
@@ -204,13 +206,13 @@ class _Walk:
                     raise self._error(step, f"hop_bits={step.hop_bits}: operands are not quantized")
                 made = self._cut(step, operand, step.dim, size)
                 add = Work("traffic", "add", 0, 3 * made.nbytes)
-                transfer = Transfer(
-                    "reduce_scatter", step.axis, size, nbytes, made.nbytes, hop=((), (add,))
-                )
+                transfer = Transfer("reduce_scatter", step.axis, size, nbytes, made.nbytes, hop=((), (add,)))
             case AllReduce():
                 transfer = self._whole(step, "all_reduce", operand, size)
             case ReduceTo():
-                transfer = self._whole(step, "reduce_tree" if step.tree else "reduce", operand, size, step.root)
+                transfer = self._whole(
+                    step, "reduce_tree" if step.tree else "reduce", operand, size, step.root
+                )
             case Broadcast():
                 transfer = self._whole(step, "broadcast", operand, size, step.root)
             case AllToAll():
@@ -258,7 +260,9 @@ class _Walk:
     def _read(self, step: Step, count: int) -> Sequence[Operand]:
         for name in step.reads:
             if name not in self._operands:
-                raise self._error(step, f"reads {name!r}, which is not there; there are {sorted(self._operands)}")
+                raise self._error(
+                    step, f"reads {name!r}, which is not there; there are {sorted(self._operands)}"
+                )
         if len(step.reads) != count:
             raise self._error(step, f"reads {list(step.reads)}, and takes {count}")
         return [self._operands[name] for name in step.reads]

@@ -126,9 +126,7 @@ def _together(sent: Pass, read: Pass) -> list[Action]:
     return [Action(Act.send, sent), Action(Act.receive, read), Action(Act.settle, sent)]
 
 
-def _interleaved(
-    layout: ParallelLayout, passes: Sequence[Sequence[Pass]]
-) -> tuple[tuple[Action, ...], ...]:
+def _interleaved(layout: ParallelLayout, passes: Sequence[Sequence[Pass]]) -> tuple[tuple[Action, ...], ...]:
     """Stage by stage, round after round, each puts its next pass if its receipt has been put, then its message, and the
     receipt into the reader's order at that place (`_add_send_recv`). Messages are waited for at the end of the step.
     """

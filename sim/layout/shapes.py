@@ -11,7 +11,11 @@ from .operands import Operand
 
 ID_BYTES = 8  # of a token's or class's number
 
-BEFORE, BLOCK, BEHIND = "before", "block", "behind"  # the layers of a model, as `policies.layout.outline` has them
+BEFORE, BLOCK, BEHIND = (
+    "before",
+    "block",
+    "behind",
+)  # the layers of a model, as `policies.layout.outline` has them
 
 # As torch keeps them transposed against a linear layer's [out, in]
 _TRANSPOSED = {"gpt2": ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
@@ -142,7 +146,10 @@ class Shapes:
                 shapes = {"weight": self._cut((1, 1, hidden), cuts["weight"])}
             case Kind.patches:
                 shape = (hidden, self.spec.channels, *self.spec.patch)
-                shapes = {"weight": self._cut(shape, cuts["weight"]), "bias": self._cut((hidden,), cuts["bias"])}
+                shapes = {
+                    "weight": self._cut(shape, cuts["weight"]),
+                    "bias": self._cut((hidden,), cuts["bias"]),
+                }
             case _:
                 shapes = {"weight": self._cut((layer.features_in,), cuts["weight"])}
                 if layer.bias:

@@ -131,7 +131,9 @@ class StageEngine(Engine):
                 case Act.run:
                     self._forward(rules, weights, phase, stretches[this.chunk])
                 case Act.send:
-                    begun[act, this] = self._message(rules, phase, stage, this, SENDS[this.backward], sends=True)
+                    begun[act, this] = self._message(
+                        rules, phase, stage, this, SENDS[this.backward], sends=True
+                    )
                 case Act.post:
                     worker = _RECEIPTS[this.backward]
                     begun[act, this] = self._message(rules, phase, stage, this, worker, sends=False)
@@ -192,4 +194,3 @@ class StageEngine(Engine):
 
 def _phase(this: Pass) -> str:
     return "backward" if this.backward else "forward"
-

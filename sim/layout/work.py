@@ -14,8 +14,8 @@ from .operands import LocalStep, Operand
 from .shapes import Shapes
 
 # Kernels of a function that is not one, and the bytes that they move for each element of the first operand besides
-# reading and writing their operands once. In torch's own passes: logits to fp32 (e + 4, of which e is read anyhow), less
-# the largest (8), exponentials (8), their sum (4); in backward the same and the quotient (8), back (4).
+# reading and writing their operands once. In torch's own passes: logits to fp32 (e + 4, of which e is read anyhow),
+# less the largest (8), exponentials (8), their sum (4); in backward the same and the quotient (8), back (4).
 _PASSES = {
     "layer_norm_sums": (2, 0),
     "layer_norm_gradient_sums": (2, 0),

@@ -156,7 +156,10 @@ def test_collectives_beside_are_marked_and_those_that_add_up_are_not():
         ),
         ((Multiply(reads=("x",), writes=("y",)),), ["reads ['x'], and takes 2"]),
         ((Apply(function="gelu", reads=("x",), writes=("y",)),), ["gelu", "layer_norm"]),
-        ((Apply(function="layer_norm_sums", reads=("x",), writes=("a", "b")),), ["writes ['a', 'b']", "makes 1"]),
+        (
+            (Apply(function="layer_norm_sums", reads=("x",), writes=("a", "b")),),
+            ["writes ['a', 'b']", "makes 1"],
+        ),
         ((Dequantize(reads=("x",), writes=("y",)),), ["Dequantize"]),
         ((AllGather(axis="row", chunks=2, reads=("x",), writes=("y",)),), ["chunks=2"]),
         (
@@ -180,9 +183,7 @@ def test_what_lies_beside_is_freed_when_it_is_read_last():
     for t in range(4):
         ahead = range(2) if t == 0 else range(t + 1, min(t + 2, 4))
         steps += [Broadcast(axis="row", root=u, stream="row", reads=("x",), writes=(f"x{u}",)) for u in ahead]
-        steps.append(
-            Multiply(transpose_right=True, add=t > 0, reads=(f"x{t}", "w"), writes=("y",))
-        )
+        steps.append(Multiply(transpose_right=True, add=t > 0, reads=(f"x{t}", "w"), writes=("y",)))
     plan = plan_of(*steps)
     operands = follow(plan, {"x": x, "w": w}, MESH).operands
     assert beside_bytes(plan, operands, ["y"]) == 2 * x.nbytes
