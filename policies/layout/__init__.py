@@ -16,6 +16,7 @@ from .policy import (
     describe_layout_event,
     parse_layout_event,
 )
+from .replicas import replicas_of
 from .schedule import Pass, num_warm_up, stage_passes
 
 __all__ = [
@@ -45,5 +46,6 @@ __all__ = [
     "parse_layer_event",
     "parse_layout_event",
     "part_index",
+    "replicas_of",
     "stage_passes",
 ]
