@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 
 from ..analysis.record import Decision, LedgerRow, Span
 from ..policies.comm import CommEvent, describe_action, describe_event
-from ..policies.mesh import HPZ, LOCAL, NODE, WORLD, Mesh
+from ..policies.mesh import HPZ, LOCAL, NODE, OF_REPLICAS, PIPELINE, REPLICAS, WORLD, Mesh
 from ..policies.offload import (
     OffloadAction,
     OffloadEvent,
@@ -75,9 +75,9 @@ class Ledger:
         self._local = (
             threading.local()
         )  # .labels: of a thread that works for an earlier time; .scope: open row
-        self._axes = {
-            mesh.group(axis, rank): axis for axis in (HPZ, NODE, LOCAL, WORLD)
-        }  # groups of equal ranks: the last name wins
+        # Of library rows. Groups of equal ranks: the last name wins
+        self._axes = {mesh.group(axis, rank): axis for axis in _named(mesh)}
+        self._pipeline = mesh.group(PIPELINE, rank)
 
     # ---- labels
 
@@ -150,7 +150,8 @@ class Ledger:
         labels = self.labels
         if labels.phase == SETUP or len(group) == 1 or not payload_bytes:
             return
-        axis = self._axes.get(group, "other")
+        between_stages = op == "send" and group == self._pipeline
+        axis = PIPELINE if between_stages else self._axes.get(group, "other")
         where = (self.rank, LIBRARY_STREAM, labels.iteration, labels.phase, labels.layer)
         sizes = (payload_bytes, sent.wire_bytes, sent.inter_node_bytes)
         self._rows.append((*where, op, axis, len(group), *sizes))
@@ -199,6 +200,14 @@ class Ledger:
     @open_scope.setter
     def open_scope(self, scope: "Collecting | None") -> None:
         self._local.scope = scope
+
+
+def _named(mesh: Mesh) -> tuple[str, ...]:
+    """Axes by which groups are called, the weightiest name last."""
+    if mesh.is_plain:
+        return (HPZ, NODE, LOCAL, WORLD)
+    replicas = tuple(OF_REPLICAS[axis] for axis in (HPZ, NODE, LOCAL))
+    return (*(name for name, _ in mesh.dims), *replicas, REPLICAS, WORLD)
 
 
 def _describe(event: _Event, answer: _Answer) -> tuple[str, str]:
