@@ -38,6 +38,7 @@ from twinbed.conf.compose import (
 from twinbed.conf.hints import hint
 from twinbed.conf.schema import ExperimentConf, Launch, Target
 from twinbed.policies.comm import CommPolicy, build_comm, describe_action, parse_event
+from twinbed.policies.layout import replicas_of
 from twinbed.policies.offload import (
     OffloadPolicy,
     describe_offload_actions,
@@ -112,11 +113,9 @@ def run_experiment(config: DictConfig, folder: Path) -> None:
             (where / RESULT).unlink(missing_ok=True)
     try:
         composed = from_hydra(config)
-        cluster = composed.experiment.cluster
+        seen = replicas_of(composed.experiment)
         policy, warnings = build_comm(
-            composed.experiment.comm,
-            num_ranks=cluster.num_ranks,
-            ranks_per_node=cluster.devices_per_node,
+            composed.experiment.comm, num_ranks=seen.num_ranks, ranks_per_node=seen.ranks_per_node
         )
     except ValueError as err:
         plain = OmegaConf.to_container(config, resolve=False, enum_to_str=True)

@@ -18,7 +18,7 @@ class NoClock:
         """Nothing."""
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Nothing."""
 
 
@@ -37,7 +37,7 @@ class MicroBatches:
     read: Callable[[int], tuple[Tensor, Tensor]]
     factor: float = 1.0
     clock: Clock = NoClock()
-    before_last_backward: Callable[[], None] = _nothing
+    before_last_backward: Callable[[], None] = nothing
 
 
 class RunsPasses(Protocol):

@@ -18,7 +18,7 @@ from ...policies.mesh import DATA, PIPELINE, SEQUENCE, Mesh
 from ...policies.plan import Plan, Reduce, SendRecv
 from ..gradients import clip_factor
 from ..groups import STAGE, Groups
-from ..laps import Clock
+from ..laps import PIPELINE_LAP, Clock
 from ..ledger import LIBRARY_STREAM, Ledger
 from ..micro_batches import MicroBatches, NoClock, evaluate_in_turn, num_right, train_in_turn
 from ..optim.norms import square_sums
@@ -160,7 +160,7 @@ class LayoutEngine:
     def _waited(self, why: str) -> None:
         """Between two passes a rank does nothing but send and receive."""
         self._ledger.moved(LIBRARY_STREAM, f"messages before {why}", self._idle_ns, time.monotonic_ns(), 0)
-        self._clock.lap("pipeline")
+        self._clock.lap(PIPELINE_LAP)
 
     def _name(self, which: Pass) -> str:
         return f"stage.{which.chunk * self._layout.stages + self._stage}"

@@ -1,5 +1,6 @@
 """A stage's passes and messages, by torch.distributed.pipelining."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -72,6 +73,8 @@ class Pipeline:
     """
 
     def __init__(self, stages: Sequence[WatchedStage], *, layout: ParallelLayout, loss: Loss) -> None:
+        # FSDP2 warns of a part's output, a view at the border of its last unit: nobody changes it in place
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
         self._stages = stages
         count = layout.micro_batches
         self._schedule: _Schedule
