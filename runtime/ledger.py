@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 
 from ..analysis.record import Decision, LedgerRow, Span
 from ..policies.comm import CommEvent, describe_action, describe_event
-from ..policies.mesh import HPZ, LOCAL, NODE, OF_REPLICAS, REPLICAS, WORLD, Mesh
+from ..policies.mesh import HPZ, LOCAL, NODE, OF_REPLICAS, PIPELINE, REPLICAS, WORLD, Mesh
 from ..policies.offload import (
     OffloadAction,
     OffloadEvent,
@@ -86,6 +86,7 @@ class Ledger:
         )  # .labels: of a thread that works for an earlier time; .scope: open row
         # Of library rows. Groups of equal ranks: the last name wins
         self._axes = {mesh.group(axis, rank): axis for axis in _named(mesh)}
+        self._pipeline = mesh.group(PIPELINE, rank)
 
     # ---- labels
 
@@ -171,7 +172,8 @@ class Ledger:
         if labels.phase == SETUP or len(group) == 1 or not payload_bytes:
             return
         of = self.library or Library(LIBRARY_STREAM, labels.layer)
-        axis = of.axis or self._axes.get(group, "other")
+        between_stages = op == "send" and group == self._pipeline
+        axis = of.axis or (PIPELINE if between_stages else self._axes.get(group, "other"))
         where = (self.rank, of.stream, labels.iteration, labels.phase, of.layer)
         sizes = (payload_bytes, sent.wire_bytes, sent.inter_node_bytes)
         self._rows.append((*where, op, axis, len(group), *sizes))

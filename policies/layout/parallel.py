@@ -113,13 +113,14 @@ class ParallelLayout:
     # ---- what happens
 
     def passes(self, stage: int) -> tuple[Pass, ...]:
-        """What a stage runs in one step, in order."""
+        """What a stage runs in one step, in the order of torch.distributed.pipelining."""
         return stage_passes(
             self.schedule,
             stage=stage,
             stages=self.stages,
             chunks=self.chunks,
             micro_batches=self.micro_batches,
+            megatron=False,
         )
 
     def decide(self, event: LayoutEvent | LayerRuns) -> Plan | None:

@@ -327,4 +327,6 @@ def run_case(cases: dict[str, Callable[[], Any]]) -> None:
 
 
 if __name__ == "__main__":
-    run_case({"four": four, "eight": eight, "nine": nine, "planned": planned, "pairs": lambda: engines(PAIRS)})
+    run_case(
+        {"four": four, "eight": eight, "nine": nine, "planned": planned, "pairs": lambda: engines(PAIRS)}
+    )
