@@ -298,16 +298,24 @@ def make_offload_policy(composed: Composed, policy: CommPolicy) -> OffloadPolicy
     return new_offload_policy(composed.experiment, spec=composed.spec, policy=policy)
 
 
-def replays(policy: CommPolicy, record: Record, offload: OffloadPolicy | None = None) -> bool:
+def replays(
+    policy: CommPolicy,
+    record: Record,
+    offload: OffloadPolicy | None = None,
+    layout: ParallelLayout | None = None,
+) -> bool:
     """Whether the record's events, put to the policies again, give the actions that were taken.
 
     Args:
         offload: A new one, for it has a memory; None: nothing was offloaded.
+        layout: None: every rank has the whole model, or its shard of all.
     """
 
     def answer(event: str) -> str:
         if offload is not None and is_offload_event(event):
             return describe_offload_actions(offload.decide(parse_offload_event(event)))
+        if layout is not None and is_layer_event(event):
+            return describe_action(layout.decide(parse_layer_event(event)))
         return describe_action(policy.decide(parse_event(event)))
 
     return all(answer(decision.event) == decision.action for decision in record.decisions)

@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 
 from ..analysis.record import Decision, LedgerRow, Span
 from ..policies.comm import CommEvent, describe_action, describe_event
+from ..policies.layout import LayerRuns, describe_layer_event
 from ..policies.mesh import HPZ, LOCAL, NODE, OF_REPLICAS, PIPELINE, REPLICAS, WORLD, Mesh
 from ..policies.offload import (
     OffloadAction,
@@ -35,7 +36,7 @@ EVICT_STREAM: Final = "evict"
 COMMIT_STREAM: Final = "commit"  # copies of what stays near, for a generation that a crash leaves
 BESIDE: Final = (FETCH_STREAM, EVICT_STREAM, COMMIT_STREAM)
 
-_Event = CommEvent | OffloadEvent
+_Event = CommEvent | OffloadEvent | LayerRuns
 _Answer = Plan | tuple[OffloadAction, ...] | None
 
 _open = threading.local()  # .ledger: the one in which this thread's collective is a row
@@ -186,6 +187,10 @@ class Ledger:
         """The policy was asked, and answered."""
         self._decided.append((self.labels.iteration, event, plan))
 
+    def decided_layer(self, event: LayerRuns, plan: Plan | None) -> None:
+        """The layout was asked about a layer, and answered."""
+        self._decided.append((self.labels.iteration, event, plan))
+
     def decided_offload(self, event: OffloadEvent, actions: tuple[OffloadAction, ...]) -> None:
         """The offload policy was asked, and answered."""
         self._decided.append((self.labels.iteration, event, actions))
@@ -235,6 +240,8 @@ def _named(mesh: Mesh) -> tuple[str, ...]:
 def _describe(event: _Event, answer: _Answer) -> tuple[str, str]:
     if isinstance(answer, tuple):
         return describe_offload_event(cast(OffloadEvent, event)), describe_offload_actions(answer)
+    if isinstance(event, LayerRuns):
+        return describe_layer_event(event), describe_action(answer)
     return describe_event(cast(CommEvent, event)), describe_action(answer)
 
 

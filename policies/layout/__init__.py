@@ -2,7 +2,7 @@
 
 from .border import Border, Cut, num_parts, part_index
 from .build import build_layout, data_size
-from .layers import Kind, Layer, LayerRuns, Role, describe_layer_event, parse_layer_event
+from .layers import Kind, Layer, LayerRuns, Role, describe_layer_event, is_layer_event, parse_layer_event
 from .megatron import MegatronLayout
 from .parallel import ParallelLayout, build_parallel
 from .policy import (
@@ -42,6 +42,7 @@ __all__ = [
     "describe_layer_event",
     "describe_layout_event",
     "layout_of",
+    "is_layer_event",
     "num_parts",
     "num_warm_up",
     "parse_layer_event",

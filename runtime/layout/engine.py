@@ -1,7 +1,7 @@
 """Training a model that is laid out over ranks: each rank has some of its parts, and replicas of these average."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,7 @@ class LayoutEngine:
         # Of the step that is being run
         self._clock: Clock = NoClock()
         self._factor = 1.0
-        self._begins = nothing_begins
+        self._begins: Callable[[int], None] = nothing_begins
         self._losses: list[Tensor] = []
         self._ran: list[Pass] = []
         self._idle_ns = 0  # since when no pass has run
@@ -93,12 +93,18 @@ class LayoutEngine:
     # ---- a step
 
     def run_step(self, batches: MicroBatches) -> Tensor:
+        self._ask_layout()
         if self._layout.stages == 1:
             losses = train_in_turn(self._parts[0].engine, self._ledger, batches)
         else:
             losses = self._run_pipeline(batches)
         self._add_up_tied()
         return losses
+
+    def _ask_layout(self) -> None:
+        """Of every layer, so that the log holds what each step is made of."""
+        for event in self._layout.questions():
+            self._ledger.decided_layer(event, self._layout.decide(event))
 
     def _run_pipeline(self, batches: MicroBatches) -> Tensor:
         read = [batches.read(index) for index in range(batches.count)]
@@ -286,6 +292,7 @@ class LayoutEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: MicroBatches) -> Tensor:
+        self._ask_layout()
         if self._layout.stages == 1:
             model = self._parts[0].model
             total = evaluate_in_turn(model, batches, lambda: num_right(model))

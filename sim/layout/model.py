@@ -81,6 +81,8 @@ class LaidModel:
         self._parts: dict[str, _Part] = {}
         self._roots: dict[tuple[str, ...], Unit] = {}
         self._recomputes = experiment.recompute is Recompute.full
+        for event in self.layout.questions():
+            self.ask(event)
 
     def ask(self, event: LayerRuns) -> Plan | None:
         """The layout's answer, which is logged when an event comes first."""
