@@ -17,7 +17,7 @@ from ...policies.mesh import Mesh
 from ..collectives import Collectives
 from ..dropout import Dropout
 from ..groups import Groups
-from ..leaves import CrossEntropy, FirstToken, Owned, PositionsOf, Rotary, Table, TiedHead
+from ..leaves import CountRight, CrossEntropy, FirstToken, Owned, PositionsOf, Rotary, Table, TiedHead
 from ..ledger import Ledger
 from ..stack import Stack
 from .autograd import Program
@@ -205,7 +205,13 @@ class _LayingOut:
             case Kind.attention:
                 replace_call(target, PlannedCore(program))
             case Kind.loss:
-                replace_call(target, PlannedLoss(program))
+                copies = [axis for axis, _ in self.layout.mode.dims if axis not in layer.input.positions]
+                counts = all(self.mesh.index(axis, self.groups.rank) == 0 for axis in copies)
+                loss = PlannedLoss(program, counts)
+                replace_call(target, loss)
+                for counter in self.model.modules():
+                    if isinstance(counter, CountRight):
+                        replace_call(counter, loss.count_right)
             case Kind.positions:
                 replace_call(target, PlannedPositions(program, sources))
             case _:

@@ -21,6 +21,7 @@ from twinbed.policies.mesh import Mesh
 from twinbed.runtime.collectives import build_collectives
 from twinbed.runtime.dispatch import activate
 from twinbed.runtime.groups import Groups
+from twinbed.runtime.images import NO_CLASS
 from twinbed.runtime.interpreter import Interpreter
 from twinbed.runtime.layout import LaidOut, lay_out
 from twinbed.runtime.ledger import Ledger
@@ -187,6 +188,31 @@ def families(*modes: str) -> dict[str, dict[str, float]]:
     return found
 
 
+def right_answers(*modes: str) -> dict[str, tuple[int, int, float]]:
+    """Of an evaluation: (images told right, by all ranks together; by one process; the loss' error)."""
+    found = {}
+    images, labels = data_of(VIT, micro=MICRO, ignored=False)
+    alone = model_of(VIT, torch.float64)
+    with torch.no_grad():
+        kept: list[Tensor] = []
+        handle = alone.classifier.register_forward_hook(lambda _, __, out: kept.append(out))
+        alone(images, labels)
+        handle.remove()
+        # Two labels are what the model says, of which one is then taken away
+        labels = torch.where(
+            torch.arange(MICRO) < 2, kept[0].argmax(-1), (kept[0].argmax(-1) + 1) % VIT.classes
+        )
+        labels[0] = NO_CLASS
+        expected = alone(images, labels)
+        for mode in modes:
+            model, _, _ = laid_out(VIT, ParallelConf(**MODES[mode]), torch.float64)
+            loss = model(images, labels)
+            total = model.num_right.clone()
+            dist.all_reduce(total)
+            found[mode] = (int(total), int(alone.num_right), relative(loss, expected))
+    return found
+
+
 def volume(spec: ModelSpec, conf: ParallelConf, layer: str, *, micro: int = MICRO) -> tuple[float, int]:
     """(elements that this rank sends for the layers whose names begin so, forward and backward; rows)."""
     tokens, targets = data_of(spec, micro=micro, ignored=False)
@@ -283,6 +309,7 @@ def four() -> dict[str, Any]:
     found: dict[str, Any] = {
         "errors": gradients("1d", "1d sequence", "2d") | families("1d", "1d sequence", "2d")
     }
+    found["right"] = right_answers("1d", "2d")
     found["1d"] = volume(GPT, ParallelConf(tensor=4), "block.0.")
     found["1d sequence"] = volume(LLAMA, ParallelConf(tensor=4, sequence=4), "block.0.mlp.down_proj")
     found["2d"] = volume(LLAMA, ParallelConf(tensor=4, tensor_mode="2d"), "block.0.mlp.down_proj")
@@ -293,6 +320,7 @@ def eight() -> dict[str, Any]:
     replicas = engines(SQUARES)
     found: dict[str, Any] = {"errors": gradients("2.5d", "3d") | families("2.5d", "3d") | replicas["errors"]}
     found["axes"] = replicas["axes"]
+    found["right"] = right_answers("2.5d", "3d")
     for mode in ("2.5d", "3d"):
         found[mode] = volume(LLAMA, ParallelConf(**MODES[mode]), "block.0.mlp.down_proj")
     return found
