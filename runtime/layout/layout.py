@@ -17,7 +17,7 @@ from ...policies.mesh import Mesh
 from ..collectives import Collectives
 from ..dropout import Dropout
 from ..groups import Groups
-from ..leaves import CrossEntropy, FirstToken, Owned, PositionsOf, Rotary, Table, TiedHead
+from ..leaves import CountRight, CrossEntropy, FirstToken, Owned, PositionsOf, Rotary, Table, TiedHead
 from ..ledger import Ledger
 from ..stack import Stack
 from .autograd import Program
@@ -205,7 +205,13 @@ class _LayingOut:
             case Kind.attention:
                 replace_call(target, PlannedCore(program))
             case Kind.loss:
-                replace_call(target, PlannedLoss(program))
+                copies = [axis for axis, _ in self.layout.mode.dims if axis not in layer.input.positions]
+                counts = all(self.mesh.index(axis, self.groups.rank) == 0 for axis in copies)
+                loss = PlannedLoss(program, counts)
+                replace_call(target, loss)
+                for counter in self.model.modules():
+                    if isinstance(counter, CountRight):
+                        replace_call(counter, loss.count_right)
             case Kind.positions:
                 replace_call(target, PlannedPositions(program, sources))
             case _:
@@ -250,6 +256,8 @@ class _LayingOut:
         """Tell positions and dropouts which sequences, tokens and features are here."""
         mesh, rank = self.mesh, self.groups.rank
         outer = self.layout.mode.outer if self.layout.tensor > 1 else Border()
+        if not outer.axes and self.layout.sequence == 1:
+            return  # all of them are
         batch_B, tokens_T, features_D = border_index(
             self.layout,
             mesh,
@@ -263,7 +271,7 @@ class _LayingOut:
         for module in self.model.modules():
             if isinstance(module, Dropout):
                 module.batch_index, module.token_index, module.feature_index = batch_B, tokens_T, features_D
-            elif isinstance(module, Table) and (outer.tokens or self.layout.sequence > 1):
+            elif isinstance(module, Table):
                 module.token_index = tokens_T
             elif isinstance(module, Rotary) and self.layout.sequence > 1:
                 module.token_index = within_T
