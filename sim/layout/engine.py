@@ -47,8 +47,8 @@ class LayoutEngine:
         if self._num_norms(0) and self._layout.stages > 1 and self.mesh.size(STAGE) == 1:
             raise ValueError(
                 f"optimizer={experiment.optimizer.name} with parallel.pipeline={self._layout.stages} and "
-                f"parallel.order={list(experiment.parallel.order)}: pipeline must be the first or the last, for the ranks of a stage "
-                "sum norms"
+                f"parallel.order={list(experiment.parallel.order)}: pipeline must be the first or the last, for the "
+                "ranks of a stage sum norms"
             )
         self._engine = StageEngine(
             model,
