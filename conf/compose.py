@@ -31,7 +31,14 @@ CONFIG_NAME = "config"
 SCHEMA_NAME = "experiment_schema"
 
 # What a training of ours can run; the simulator takes any family that is counted.
-RUNTIME_FAMILIES = ("gpt", "vit")
+RUNTIME_FAMILIES = ("gpt", "llama", "qwen2", "bert", "vit")
+
+# What a file may say of a model that is trained here, and that is not read (runtime/llama.py, bert.py, vit.py)
+_UNREAD = {
+    **dict.fromkeys(("llama", "qwen2"), "SiLU, norms with 1e-5 and unscaled rotary positions of base 10,000"),
+    "bert": "exact GELU and norms with 1e-12",
+    "vit": "exact GELU and norms with 1e-5",
+}
 
 # Keys of `model` that change a model which a file describes
 _BESIDE_A_FILE = ("layers", "vocab", "sequence")
@@ -296,6 +303,11 @@ def _check(experiment: ExperimentConf, spec: ModelSpec, warnings: list[str]) -> 
         raise ValueError("train.tensorboard=true needs the package tensorboard: pip install tensorboard")
     if experiment.target is not Target.sim:
         _check_runtime(experiment, spec)
+        if experiment.model.config_json is not None:
+            warnings.append(
+                f"model.config_json={experiment.model.config_json!r}: its sizes and biases are read; trained here are "
+                f"{_UNREAD[spec.family]}, whatever the file says"
+            )
 
 
 def _absolute(experiment: ExperimentConf) -> None:
@@ -318,12 +330,7 @@ def _absolute(experiment: ExperimentConf) -> None:
 
 def _check_runtime(experiment: ExperimentConf, spec: ModelSpec) -> None:
     target = experiment.target.value
-    if spec.family not in RUNTIME_FAMILIES or (spec.family == "vit" and not spec.classifies):
-        raise ValueError(
-            f"model={spec.name} of family {spec.family} cannot be trained here (target={target}): the "
-            f"runtime has families {list(RUNTIME_FAMILIES)}, vit with a classifier; use target=sim, or attach(model, "
-            "comm) in your own loop"
-        )
+    _check_trainable(spec, target=target)
     if experiment.recompute not in (Recompute.none, Recompute.full):
         raise ValueError(
             f"recompute={experiment.recompute.value} is only simulated: with target={target} use one of "
@@ -346,8 +353,14 @@ def _check_runtime(experiment: ExperimentConf, spec: ModelSpec) -> None:
         raise ValueError(
             f"data=text with model={spec.name} of family vit: it takes pictures; use data=fashion_mnist or synthetic"
         )
-    if experiment.data.name == "text" and spec.vocab < 256:
-        raise ValueError(f"model.vocab={spec.vocab} must be >= 256 with data=text, whose tokens are bytes")
+    least, tokens = (256, "bytes") if experiment.data.name == "text" else (1, "random")
+    mask = spec.family == "bert"
+    if spec.family != "vit" and spec.vocab < least + mask:
+        behind = ", and the mask's behind them" if mask else ""
+        raise ValueError(
+            f"model.vocab={spec.vocab} must be >= {least + mask} with data={experiment.data.name}, whose tokens are "
+            f"{tokens}{behind}"
+        )
     if (
         experiment.data.name == "text"
         and experiment.data.path is not None
@@ -356,3 +369,29 @@ def _check_runtime(experiment: ExperimentConf, spec: ModelSpec) -> None:
         raise ValueError(f"data.path={experiment.data.path!r}: no such file; give a text file, or null")
     if experiment.train.resume_from is not None and not Path(experiment.train.resume_from).is_dir():
         raise ValueError(f"train.resume_from={experiment.train.resume_from!r}: no such checkpoint folder")
+
+
+def _check_trainable(spec: ModelSpec, *, target: str) -> None:
+    """Refuse a model that `runtime.stack.build_model` does not build."""
+    if spec.family not in RUNTIME_FAMILIES:
+        raise ValueError(
+            f"model={spec.name} of family {spec.family} cannot be trained here (target={target}): the "
+            f"runtime has families {list(RUNTIME_FAMILIES)}; use target=sim, or attach(model, comm) in your own loop"
+        )
+    head = {"bert": "masked_lm", "vit": "classifier"}.get(spec.family, "lm")
+    if spec.head != head:
+        raise ValueError(
+            f"model.extra.head={spec.head} of model={spec.name} of family {spec.family} cannot be trained here (target="
+            f"{target}): must be {head}; or use target=sim"
+        )
+    if spec.family == "bert" and not spec.tied_embeddings:
+        raise ValueError(
+            f"model.tied_embeddings=false of model={spec.name} of family bert cannot be trained here (target="
+            f"{target}): must be true (untied, the released code leaves one of the head's two biases unused); or use "
+            "target=sim"
+        )
+    if spec.family in ("llama", "qwen2") and spec.head_dim % 2:
+        raise ValueError(
+            f"model.hidden={spec.hidden} over model.heads={spec.heads} gives heads of {spec.head_dim} with "
+            f"target={target}: rotary positions of family {spec.family} turn pairs of features, so it must be even"
+        )

@@ -45,7 +45,7 @@ _SAID = {
     "cluster.parts.name": "shown in reports",
     "cluster.parts.nodes": "number of nodes of this part",
     "model.name": "shown in reports; set by the choice of `model=`",
-    "model.family": "gpt, gpt2, llama, qwen2, opt, bert, mixtral or vit; gpt and vit can be trained here",
+    "model.family": "gpt, gpt2, llama, qwen2, opt, bert, mixtral or vit; gpt2, opt and mixtral are only simulated",
     "model.layers": "blocks",
     "model.hidden": "width of the residual stream",
     "model.heads": "attention heads; must divide `model.hidden`",

@@ -16,7 +16,7 @@ from .images import ImageBatches, read_sets
 
 Tokens = npt.NDArray[np.int64]
 
-_NUM_BYTES: Final = 256
+NUM_BYTES: Final = 256
 _TRAIN, _VALIDATION = 0, 1  # keep the two streams of random numbers apart
 
 
@@ -44,7 +44,7 @@ class Batches:
         rank: int,
         num_ranks: int,
     ) -> None:
-        self._vocab, self._sequence, self._micro, self._seed = vocab, sequence, micro, seed
+        self.vocab, self._sequence, self._micro, self.seed = vocab, sequence, micro, seed
         self._rank, self._num_ranks, self._accumulation = rank, num_ranks, accumulation
         self._texts: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]] | None = None
         if conf.name == "text":
@@ -53,8 +53,7 @@ class Batches:
     def train(self, step: int, micro_batch: int) -> tuple[Tokens, Tokens]:
         """Tokens and the tokens that follow them, both [micro, sequence]."""
         first = ((step * self._accumulation + micro_batch) * self._num_ranks + self._rank) * self._micro
-        rows = np.stack([self._random_row(_TRAIN, first + i) for i in range(self._micro)])
-        return rows[:, :-1], rows[:, 1:]
+        return self._rows(_TRAIN, first)
 
     def validation(self, batch: int) -> tuple[Tokens, Tokens]:
         """As `train`; the same sequences at every validation.
@@ -63,22 +62,36 @@ class Batches:
             ValueError: There is no text kept for validation.
         """
         first = (batch * self._num_ranks + self._rank) * self._micro
-        rows = np.stack([self._random_row(_VALIDATION, first + i) for i in range(self._micro)])
-        return rows[:, :-1], rows[:, 1:]
+        return self._rows(_VALIDATION, first)
 
     def num_counted(self, batches: int) -> int:
         """Sequences of a validation of so many batches, on all ranks together."""
         return batches * self._num_ranks * self._micro
 
-    def _random_row(self, stream: int, number: int) -> Tokens:
-        random = np.random.default_rng((self._seed, stream, number))
+    @property
+    def num_tokens(self) -> int:
+        """Of the vocabulary, the first so many occur."""
+        return NUM_BYTES if self._texts is not None else self.vocab
+
+    def row(self, stream: int, number: int) -> tuple[Tokens, Tokens]:
+        """What goes in and what is to be told, both [sequence], of the sequence with this number."""
+        tokens = self.random_row(stream, number)
+        return tokens[:-1], tokens[1:]
+
+    def random_row(self, stream: int, number: int) -> Tokens:
+        """[sequence + 1], of text or of random tokens."""
+        random = np.random.default_rng((self.seed, stream, number))
         if self._texts is None:
-            return random.integers(0, self._vocab, self._sequence + 1)
+            return random.integers(0, self.num_tokens, self._sequence + 1)
         text = self._texts[stream]
         if len(text) <= self._sequence:
             raise ValueError("data.validation_fraction leaves no text for a validation")
         start = random.integers(0, len(text) - self._sequence)
         return text[start : start + self._sequence + 1].astype(np.int64)
+
+    def _rows(self, stream: int, first: int) -> tuple[Tokens, Tokens]:
+        rows = [self.row(stream, first + i) for i in range(self._micro)]
+        return np.stack([inputs for inputs, _ in rows]), np.stack([targets for _, targets in rows])
 
 
 def build_batches(
@@ -89,6 +102,8 @@ def build_batches(
     Raises:
         ValueError: As `Batches` and `ImageBatches`.
     """
+    from .masked import MaskedBatches  # it imports Batches
+
     batch, seed = experiment.batch, experiment.seed
     if spec.family == "vit":
         return ImageBatches(
@@ -100,7 +115,8 @@ def build_batches(
             rank=rank,
             num_ranks=num_ranks,
         )
-    return Batches(
+    kind = MaskedBatches if spec.family == "bert" else Batches
+    return kind(
         experiment.data,
         vocab=spec.vocab,
         sequence=batch.sequence or spec.sequence,
@@ -136,8 +152,8 @@ def _split_text(
     conf: DataConf, *, vocab: int, sequence: int
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
     """(train, validation): the end of the text is kept for validation."""
-    if vocab < _NUM_BYTES:
-        raise ValueError(f"model.vocab={vocab}: must be at least {_NUM_BYTES}, for data=text is bytes")
+    if vocab < NUM_BYTES:
+        raise ValueError(f"model.vocab={vocab}: must be at least {NUM_BYTES}, for data=text is bytes")
     text = np.frombuffer(_read_text(conf), np.uint8)
     cut = len(text) - int(len(text) * conf.validation_fraction)
     if cut <= sequence:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..conf.model_spec import ModelSpec
+from .leaves import AttentionCore, CrossEntropy, Positions, TiedHead, split_heads
 from .stack import PacedBlock, Stack
 
 
@@ -22,22 +23,29 @@ class GPT(Stack):
     Args:
         spec: Of family "gpt".
         seed: Of the initial weights; None: they come from elsewhere, and are left as they are made.
-        recompute: As `Stack`.
+        recompute, dropout: As `Stack`.
 
     Raises:
         ValueError: The spec is of another family.
     """
 
-    def __init__(self, spec: ModelSpec, *, seed: int | None, recompute: bool = False) -> None:
+    def __init__(
+        self, spec: ModelSpec, *, seed: int | None, recompute: bool = False, dropout: float = 0.0
+    ) -> None:
         if spec.family != "gpt":
             raise ValueError(f"model.family={spec.family!r}: a GPT is of family 'gpt'")
-        super().__init__(spec, recompute=recompute)
+        super().__init__(spec, recompute=recompute, dropout=dropout)
         self.embedding = nn.Embedding(spec.vocab, spec.hidden)
-        self.position = nn.Embedding(spec.sequence, spec.hidden)
-        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
+        self.position = Positions(spec.sequence, spec.hidden)
+        self.drop = self.make_dropout("embedding")
+        self.blocks = nn.ModuleList(Block(self, i) for i in range(spec.layers))
         self.norm = nn.LayerNorm(spec.hidden)
-        if not spec.tied_embeddings:
-            self.head = nn.Linear(spec.hidden, spec.vocab, bias=False)
+        self.head = (
+            TiedHead(self, "embedding")
+            if spec.tied_embeddings
+            else nn.Linear(spec.hidden, spec.vocab, bias=False)
+        )
+        self.loss = CrossEntropy()
         if seed is not None:
             self.init_weights(seed)
 
@@ -49,22 +57,22 @@ class GPT(Stack):
         residual = name.endswith(("proj.weight", "fc2.weight"))
         return 0.02 / math.sqrt(2 * self.spec.layers) if residual else 0.02
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    def before_blocks(self, inputs: Tensor) -> Tensor:
+        return self.embed(inputs)
+
+    def behind_blocks(self, x_BTD: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats per token, fp32."""
-        x_BTD = self.through_blocks(self.embed(tokens_BT))
-        loss = functional.cross_entropy(self.logits(x_BTD).float().flatten(0, 1), targets_BT.flatten())
-        return self.head_ends(loss)
+        return self.loss(self.logits(x_BTD), targets)
 
     def embed(self, tokens_BT: Tensor, first: int = 0) -> Tensor:
         """What goes into the first block; the tokens stand at positions `first` and on."""
-        positions_T = torch.arange(first, first + tokens_BT.shape[1], device=tokens_BT.device)
-        x_BTD: Tensor = self.embedding(tokens_BT) + self.position(positions_T)
+        x_BTD: Tensor = self.drop(self.position(self.embedding(tokens_BT), first))
         return x_BTD
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """[B, T, V] from what the last block gave."""
-        head_VD = self.embedding.weight if self.spec.tied_embeddings else self.head.weight
-        return functional.linear(self.norm(x_BTD), head_VD)
+        logits_BTV: Tensor = self.head(self.norm(x_BTD))
+        return logits_BTV
 
 
 class Past:
@@ -92,37 +100,36 @@ class Past:
 class Block(PacedBlock):
     """x + attention(norm1(x)), then x + mlp(norm2(x))."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, model: Stack, index: int) -> None:
         super().__init__()
-        self.num_heads, self.num_key_heads, self.head_size = spec.heads, spec.kv_heads, spec.head_dim
-        hidden = spec.hidden
+        spec = model.spec
+        hidden, self.head_size = spec.hidden, spec.head_dim
+        self._shares = (spec.heads, spec.kv_heads, spec.kv_heads)  # of queries, keys and values in `qkv`
         self.norm1 = nn.LayerNorm(hidden)
         self.qkv = nn.Linear(hidden, hidden + 2 * spec.kv_heads * spec.head_dim)
+        self.core = AttentionCore(causal=True, head_size=spec.head_dim)
         self.proj = nn.Linear(hidden, hidden)
+        self.drop1 = model.make_dropout(f"block.{index}.attention")
         self.norm2 = nn.LayerNorm(hidden)
         self.fc1 = nn.Linear(hidden, spec.ffn)
         self.fc2 = nn.Linear(spec.ffn, hidden)
+        self.drop2 = model.make_dropout(f"block.{index}.mlp")
 
     def forward(self, x_BTD: Tensor, past: Past | None = None) -> Tensor:
         """[B, T, D] to the same; with `past`, T tokens after those that it has seen."""
         if self.pace is not None:
             x_BTD = self.pace.enter(x_BTD)
-        x_BTD = x_BTD + self.proj(self._attention(self.qkv(self.norm1(x_BTD)), past))
-        x_BTD = x_BTD + self.fc2(functional.gelu(self.fc1(self.norm2(x_BTD))))
+        x_BTD = x_BTD + self.drop1(self.proj(self._attention(self.qkv(self.norm1(x_BTD)), past)))
+        x_BTD = x_BTD + self.drop2(self.fc2(functional.gelu(self.fc1(self.norm2(x_BTD)))))
         return x_BTD if self.pace is None else self.pace.leave(x_BTD)
 
     def _attention(self, qkv_BTX: Tensor, past: Past | None) -> Tensor:
-        heads, keys, size = self.num_heads, self.num_key_heads, self.head_size
-        widths = [heads * size, keys * size, keys * size]
-        q_BTX, k_BTX, v_BTX = torch.split(qkv_BTX, widths, dim=-1)
-        q_BHTE = torch.unflatten(q_BTX, -1, (heads, size)).transpose(1, 2)
-        k_BKTE = torch.unflatten(k_BTX, -1, (keys, size)).transpose(1, 2)
-        v_BKTE = torch.unflatten(v_BTX, -1, (keys, size)).transpose(1, 2)
-        causal = True
+        one = qkv_BTX.shape[-1] // sum(self._shares)  # of the features that are here, whatever their number
+        q_BHTE, k_BKTE, v_BKTE = (
+            split_heads(part, self.head_size)
+            for part in torch.split(qkv_BTX, [share * one for share in self._shares], dim=-1)
+        )
         if past is not None:
             k_BKTE, v_BKTE = past.with_more(k_BKTE, v_BKTE)
-            causal = q_BHTE.shape[2] > 1  # else the one token sees all of them
-        mixed_BHTE = functional.scaled_dot_product_attention(
-            q_BHTE, k_BKTE, v_BKTE, is_causal=causal, enable_gqa=keys != heads
-        )
-        return mixed_BHTE.transpose(1, 2).flatten(2)
+        mixed_BTD: Tensor = self.core(q_BHTE, k_BKTE, v_BKTE)
+        return mixed_BTD

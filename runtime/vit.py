@@ -1,7 +1,7 @@
 """A vision transformer in plain torch, with the parameters that `conf.model_spec` counts for family "vit".
 
 They have the names and shapes of transformers' ViTForImageClassification. Before each sublayer and after the last
-block there is a norm; the class token tells the class (Dosovitskiy et al. 2021). Nothing is dropped out.
+block there is a norm; the class token tells the class (Dosovitskiy et al. 2021).
 
 Shapes: B images, C channels, P patches, T = P + 1 tokens, D hidden, H heads, E head size, K classes.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..conf.model_spec import ModelSpec
-from .images import NO_CLASS
+from .leaves import AttentionCore, CrossEntropy, FirstToken, PositionsOf, split_heads
 from .stack import PacedBlock, Stack
 
 
@@ -25,7 +25,7 @@ class ViT(Stack):
     Args:
         spec: Of family "vit" with a classifier.
         seed: Of the initial weights; None: they come from elsewhere, and are left as they are made.
-        recompute: As `Stack`.
+        recompute, dropout: As `Stack`.
 
     Attributes:
         num_right: Images of the last forward without gradients whose likeliest class was theirs; one number.
@@ -34,15 +34,18 @@ class ViT(Stack):
         ValueError: The spec is of another family, or has no classifier.
     """
 
-    def __init__(self, spec: ModelSpec, *, seed: int | None, recompute: bool = False) -> None:
+    def __init__(
+        self, spec: ModelSpec, *, seed: int | None, recompute: bool = False, dropout: float = 0.0
+    ) -> None:
         if spec.family != "vit" or spec.head != "classifier":
             raise ValueError(
                 f"model.family={spec.family!r} with model.head={spec.head!r}: a ViT is of family 'vit' with head "
                 "'classifier'"
             )
-        super().__init__(spec, recompute=recompute)
-        self.vit = _Body(spec)
+        super().__init__(spec, recompute=recompute, dropout=dropout)
+        self.vit = _Body(self)
         self.classifier = nn.Linear(spec.hidden, spec.classes)
+        self.loss = CrossEntropy(over_all=True)
         self.num_right = torch.zeros((), dtype=torch.int64)
         if seed is not None:
             self.init_weights(seed)
@@ -59,38 +62,41 @@ class ViT(Stack):
             return 0.02
         return math.sqrt(2 / sum(weight.shape))
 
-    def forward(self, images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
+    def before_blocks(self, inputs: Tensor) -> Tensor:
+        embedded_BTD: Tensor = self.vit.embeddings(inputs.to(self.vit.embeddings.cls_token.dtype))
+        return embedded_BTD
+
+    def behind_blocks(self, x_BTD: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy in nats, fp32: summed over the images that have a class, and divided by B."""
-        images_BCHW = images_BCHW.to(self.classifier.weight.dtype)
-        x_BTD = self.through_blocks(self.vit.embeddings(images_BCHW))
-        logits_BK = self.classifier(self.vit.layernorm(x_BTD)[:, 0]).float()
+        logits_BK = self.classifier(self.vit.layernorm(x_BTD)[:, 0])
         if not torch.is_grad_enabled():
-            self.num_right = (logits_BK.argmax(-1) == labels_B).sum()
-        total = functional.cross_entropy(logits_BK, labels_B, ignore_index=NO_CLASS, reduction="sum")
-        return self.head_ends(total / len(labels_B))
+            self.num_right = (logits_BK.argmax(-1) == targets).sum()
+        return self.loss(logits_BK, targets)
 
 
 class _Body(nn.Module):
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, model: Stack) -> None:
         super().__init__()
-        self.embeddings = _Embeddings(spec)
-        self.layers = nn.ModuleList(Block(spec) for _ in range(spec.layers))
-        self.layernorm = nn.LayerNorm(spec.hidden)
+        self.embeddings = _Embeddings(model)
+        self.layers = nn.ModuleList(Block(model, i) for i in range(model.spec.layers))
+        self.layernorm = nn.LayerNorm(model.spec.hidden)
 
 
 class _Embeddings(nn.Module):
     """Patches, each by one matrix; the class token before them; positions added."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, model: Stack) -> None:
         super().__init__()
+        spec = model.spec
         self.cls_token = nn.Parameter(torch.zeros(1, 1, spec.hidden))
         self.position_embeddings = nn.Parameter(torch.zeros(1, spec.sequence, spec.hidden))
         self.patch_embeddings = _Patches(spec)
+        self.class_token = FirstToken(self, "cls_token")
+        self.positions = PositionsOf(self, "position_embeddings")
+        self.drop = model.make_dropout("embedding")
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        patches_BPD = self.patch_embeddings(images_BCHW)
-        token_B1D = self.cls_token.expand(len(patches_BPD), -1, -1)
-        tokens_BTD: Tensor = torch.cat([token_B1D, patches_BPD], dim=1) + self.position_embeddings
+        tokens_BTD: Tensor = self.drop(self.positions(self.class_token(self.patch_embeddings(images_BCHW))))
         return tokens_BTD
 
 
@@ -108,18 +114,21 @@ class _Patches(nn.Module):
 class Block(PacedBlock):
     """x + attention(layernorm_before(x)), then x + mlp(layernorm_after(x))."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, model: Stack, index: int) -> None:
         super().__init__()
+        spec = model.spec
         self.attention = _Attention(spec)
         self.layernorm_before = nn.LayerNorm(spec.hidden)
         self.layernorm_after = nn.LayerNorm(spec.hidden)
         self.mlp = _Mlp(spec)
+        self.drop1 = model.make_dropout(f"block.{index}.attention")
+        self.drop2 = model.make_dropout(f"block.{index}.mlp")
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         if self.pace is not None:
             x_BTD = self.pace.enter(x_BTD)
-        x_BTD = x_BTD + self.attention(self.layernorm_before(x_BTD))
-        x_BTD = x_BTD + self.mlp(self.layernorm_after(x_BTD))
+        x_BTD = x_BTD + self.drop1(self.attention(self.layernorm_before(x_BTD)))
+        x_BTD = x_BTD + self.drop2(self.mlp(self.layernorm_after(x_BTD)))
         return x_BTD if self.pace is None else self.pace.leave(x_BTD)
 
 
@@ -128,19 +137,19 @@ class _Attention(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self._heads = spec.heads
+        self._head_size = spec.head_dim
         self.q_proj, self.k_proj, self.v_proj = (
             nn.Linear(spec.hidden, spec.hidden, bias=spec.qkv_bias) for _ in range(3)
         )
+        self.core = AttentionCore(causal=False, head_size=spec.head_dim)
         self.o_proj = nn.Linear(spec.hidden, spec.hidden)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         q_BHTE, k_BHTE, v_BHTE = (
-            project(x_BTD).unflatten(-1, (self._heads, -1)).transpose(1, 2)
+            split_heads(project(x_BTD), self._head_size)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        mixed_BHTE = functional.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE)
-        mixed_BTD: Tensor = self.o_proj(mixed_BHTE.transpose(1, 2).flatten(2))
+        mixed_BTD: Tensor = self.o_proj(self.core(q_BHTE, k_BHTE, v_BHTE))
         return mixed_BTD
 
 

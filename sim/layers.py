@@ -43,10 +43,11 @@ def kernels_of(experiment: ExperimentConf) -> Kernels:
     given, engine = experiment.kernels, experiment.engine.value
     torch = engine == Engine.fsdp2.value
     old = engine in ("megatron", "deepspeed_2023")  # before flash attention was common
+    drops = engine == "megatron" or experiment.train.dropout > 0
     return Kernels(
         flash=(given.attention is Attention.flash) if given.attention is not None else not old,
         fused=(given.fusion is Fusion.fused) if given.fusion is not None else not torch,
-        dropout=given.dropout if given.dropout is not None else engine == "megatron",
+        dropout=given.dropout if given.dropout is not None else drops,
         early_stop=torch,
         main_gradients=engine == "megatron",
     )

@@ -73,5 +73,6 @@ class KernelsConf:
 
     attention: Attention | None = None  # megatron and deepspeed_2023: unfused, else flash
     fusion: Fusion | None = None  # fsdp2: eager, else fused
-    dropout: bool | None = None  # on probabilities and both sublayers' outputs; null: megatron only
+    # on unfused probabilities and both sublayers' outputs; null: megatron, or where train.dropout > 0
+    dropout: bool | None = None
     reduce_fp32: bool = False  # gradients are summed in fp32 (torchtitan's default)

@@ -115,6 +115,9 @@ class OptimizerConf:
 
 @dataclass(kw_only=True)
 class TrainConf:
+    # chance that a number of the embeddings' sum, or of what a sublayer adds, is dropped; attention's probabilities
+    # are not (kernels.dropout follows it in simulated kernels)
+    dropout: float = 0.0
     gradient_clipping: float = 1.0  # global L2 norm; 0: off
     epochs: float | None = None  # passes over the data (fashion_mnist); given: steps follow, rounded up
     warmup_lr_steps: int = 0
@@ -131,6 +134,7 @@ class TrainConf:
     timeout_s: float = 20.0  # a collective that waits longer fails the run
 
     def __post_init__(self) -> None:
+        require(0 <= self.dropout < 1, "train.dropout", self.dropout, "in [0, 1)")
         require(self.gradient_clipping >= 0, "train.gradient_clipping", self.gradient_clipping, ">= 0")
         require(
             self.lr_schedule in ("constant", "linear", "cosine"),

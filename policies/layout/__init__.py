@@ -16,7 +16,7 @@ from .policy import (
     describe_layout_event,
     parse_layout_event,
 )
-from .replicas import replicas_of
+from .replicas import layout_of, replicas_of
 from .schedule import Pass, num_warm_up, stage_passes
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "data_size",
     "describe_layer_event",
     "describe_layout_event",
+    "layout_of",
     "num_parts",
     "num_warm_up",
     "parse_layer_event",

@@ -113,13 +113,14 @@ class ParallelLayout:
     # ---- what happens
 
     def passes(self, stage: int) -> tuple[Pass, ...]:
-        """What a stage runs in one step, in order."""
+        """What a stage runs in one step, in the order of torch.distributed.pipelining."""
         return stage_passes(
             self.schedule,
             stage=stage,
             stages=self.stages,
             chunks=self.chunks,
             micro_batches=self.micro_batches,
+            megatron=False,
         )
 
     def decide(self, event: LayoutEvent | LayerRuns) -> Plan | None:
@@ -210,7 +211,7 @@ def build_parallel(
             f"batch.accumulation={micro_batches} must be >= parallel.pipeline={conf.pipeline}: "
             "torch.distributed.pipelining wants a micro-batch for each stage"
         )
-    if spec.family == "vit" and apart > 1:
+    if spec.family == "vit" and conf.sequence > 1:
         raise ValueError(
             f"parallel.sequence={conf.sequence} with model.family=vit: must be 1; the class token, of which the loss "
             "is, would lie on one rank alone"

@@ -1,9 +1,29 @@
-"""The ranks that hold the same part of a model, which are all that a communication policy sees."""
+"""The layout of an experiment, and the ranks that hold the same part of its model: all that a communication policy sees."""
 
+from ...conf.model_spec import ModelSpec
 from ...conf.schema import ClusterConf, Engine, ExperimentConf
 from ..mesh import Mesh
 from .modes import build_mode
-from .parallel import layout_dims
+from .parallel import ParallelLayout, build_parallel, layout_dims
+
+
+def layout_of(experiment: ExperimentConf, spec: ModelSpec) -> ParallelLayout | None:
+    """None where a layout does not share a model out under engine=fsdp2.
+
+    Raises:
+        ValueError: As `build_parallel`.
+    """
+    if experiment.engine is not Engine.fsdp2 or experiment.parallel.ranks_a_replica == 1:
+        return None
+    batch = experiment.batch
+    return build_parallel(
+        experiment.parallel,
+        spec,
+        num_ranks=experiment.cluster.num_ranks,
+        micro=batch.micro,
+        micro_batches=batch.accumulation,
+        sequence=batch.sequence or spec.sequence,
+    )
 
 
 def replicas_of(experiment: ExperimentConf) -> Mesh:

@@ -48,7 +48,22 @@ def test_a_resolved_experiment_comes_back_whole() -> None:
         (["model.vocab=100"], r"model.vocab=100 must be >= 256 with data=text"),
         (["model=hf"], "model.config_json must be given"),
         (["comm=deepspeed"], "comm.config_json must be given"),
-        (["model=bert_large"], r"of family bert cannot be trained here \(target=both\)"),
+        (
+            ["model=bert_large"],
+            r"model.extra.head=pretraining of model=bert_large of family bert cannot be trained here \(target=both\): "
+            "must be masked_lm",
+        ),
+        (["model=bert_tiny", "model.extra.head=pooled"], "model.extra.head=pooled .*must be masked_lm"),
+        (["model=bert_tiny", "model.tied_embeddings=false"], "model.tied_embeddings=false .*must be true"),
+        (["model=bert_tiny", "model.vocab=256"], "model.vocab=256 must be >= 257 with data=text.*the mask's"),
+        (
+            ["model=bert_tiny", "data=synthetic", "model.vocab=1"],
+            "model.vocab=1 must be >= 2 with data=synthetic",
+        ),
+        (["model=llama_tiny", "model.hidden=40"], "gives heads of 5 with target=both: rotary .*must be even"),
+        (["model=llama_tiny", "+model.extra.head=none"], "model.extra.head=none .* must be lm"),
+        (["model=gpt_tiny", "model.family=gpt2"], r"of family gpt2 cannot be trained here \(target=both\)"),
+        (["train.dropout=1"], r"train.dropout=1.0: must be in \[0, 1\)"),
         (["train.resume_from=/no/such"], "train.resume_from='/no/such': no such checkpoint folder"),
         (["optimizer.name=lion"], "optimizer.name='lion': must be one of"),
         (["optimizer=sgd", "optimizer.momentum=-1"], r"optimizer.momentum=-1.0: must be in \[0, 1\)"),
@@ -271,3 +286,13 @@ def test_what_a_deepspeed_json_leaves_out_is_as_in_deepspeed(tmp_path: Path) -> 
         f"{path}: comm.zero_stage=0 in place of 3: no zero_optimization.stage, which is 0 in DeepSpeed",
         f"{path}: precision=fp32 in place of bf16: neither fp16 nor bf16 is enabled, and DeepSpeed then trains in fp32",
     ]
+
+
+def test_what_is_not_read_of_a_models_file_is_said(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    config |= {"intermediate_size": 48, "vocab_size": 256, "max_position_embeddings": 16}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"rope_parameters": {"rope_theta": 500_000.0}}))
+    keys = ["model=hf", f"model.config_json={path}"]
+    assert any("rotary positions of base 10,000" in told for told in compose(keys).warnings)
+    assert not any("rotary" in told for told in compose([*keys, "target=sim"]).warnings)

@@ -43,6 +43,8 @@ COUNTS = {
     "llama2_13b": 13_015_864_320,
     "llama2_70b": 68_976_648_192,
     "bert_large": 336_226_108,
+    "llama_tiny": 3_082_496,
+    "bert_tiny": 3_326_984,
     "vit_tiny": 797_578,
     "vit_fashion": 32_298,
     "vit_1b": 1_208_858_634,

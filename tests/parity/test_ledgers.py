@@ -8,6 +8,7 @@ import pytest
 from twinbed.policies.comm import build_comm, describe_action, parse_event
 
 POLICIES = ("ddp", "ps", "zero1", "zero2", "zero3", "qwz", "hpz", "qgz", "zeropp")
+ON_EIGHT = ("ddp", "ps", "zero3", "qgz", "zeropp")  # what eight ranks send in another way than four
 RIVALS = {
     "one_hop": ("comm=zeropp", "comm.gradient_path=one_hop"),
     "ring": ("comm=zeropp", "comm.gradient_path=ring"),
@@ -24,14 +25,14 @@ def cases_on(model: tuple[str, ...], nodes: int, per_node: int) -> dict[str, tup
         "cluster.shaped=false",
         f"cluster.nodes={nodes}",
         f"cluster.devices_per_node={per_node}",
-        "steps=2",
         "warmup_steps=0",
         "train.gradient_clipping=1.0",
     )
     cases = {}
     everything = (nodes, per_node) == (2, 2)  # elsewhere what the shape of the cluster changes
+    common = (*common, f"steps={2 if everything else 1}")
     for k in (1, 3) if everything else (1,):
-        for policy in POLICIES:
+        for policy in POLICIES if nodes * per_node <= 4 else ON_EIGHT:
             cases[f"{policy}-k{k}"] = (*common, f"comm={policy}", f"batch.accumulation={k}")
         for rival, keys in RIVALS.items():
             cases[f"{rival}-k{k}"] = (*common, *keys, f"batch.accumulation={k}")

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 from twinbed.conf.model_spec import parameters, spec_from_keys
 from twinbed.policies.partition import fsdp2_order
-from twinbed.runtime.vit import ViT
+from twinbed.runtime.stack import build_model
 
 
 def test_what_submodules_hold_comes_before_a_modules_own() -> None:
@@ -30,11 +30,25 @@ def fake_group() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
+KEYS = {"layers": 1, "hidden": 8, "heads": 2}
+TOKENS = KEYS | {"vocab": 11, "sequence": 6}
+
+
 @pytest.mark.usefixtures("fake_group")
-def test_it_is_the_order_of_fsdp2_itself() -> None:
-    keys = {"family": "vit", "layers": 1, "hidden": 8, "heads": 2}
-    spec = spec_from_keys(keys | {"extra": {"image": 28, "patch": 14, "channels": 1, "classes": 10}})
-    model = ViT(spec, seed=0)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        KEYS | {"family": "vit", "extra": {"image": 28, "patch": 14, "channels": 1, "classes": 10}},
+        TOKENS | {"family": "gpt", "tied_embeddings": True},
+        TOKENS | {"family": "llama", "ffn": 12, "kv_heads": 1},
+        TOKENS | {"family": "qwen2", "ffn": 12, "tied_embeddings": True},
+        TOKENS | {"family": "bert", "extra": {"head": "masked_lm"}},
+    ],
+    ids=lambda keys: keys["family"],
+)
+def test_it_is_the_order_of_fsdp2_itself(keys: dict[str, object]) -> None:
+    spec = spec_from_keys(keys)
+    model = build_model(spec, seed=0)
     for unit in reversed(parameters(spec)):
         module = model.get_submodule(unit.module)
         fully_shard(module, mesh=torch.distributed.init_device_mesh("cpu", (2,)))

@@ -2,12 +2,14 @@
 
 import pytest
 
+from twinbed.conf.compose import compose
 from twinbed.conf.model_flop import forward_flop, recompute_flop, root_matmuls
 from twinbed.conf.model_spec import spec_from_keys
 from twinbed.conf.schema import DeviceConf
 from twinbed.sim.device import Device
-from twinbed.sim.layers import Kernels, block_modules, block_work
+from twinbed.sim.layers import Kernels, block_modules, block_work, kernels_of
 from twinbed.sim.root_layers import embed_work, head_bytes, head_work
+from twinbed.sim.simulate import simulate
 
 OLD = Kernels(flash=False, fused=True, dropout=True, early_stop=False, main_gradients=True)
 NEW = Kernels()
@@ -152,3 +154,32 @@ def test_logits_and_loss_grow_with_the_vocabulary(device):
     forward, backward = embed_work(gpt(), device, sequence=S, kernels=NEW)
     assert (forward.flop, forward.nbytes) == (0, 3 * S * H * 2)
     assert backward.nbytes == 3 * S * H * 2 + 512 * H * 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ([], False),
+        (["train.dropout=0.1"], True),
+        (["train.dropout=0.1", "kernels.dropout=false"], False),
+        (["kernels.dropout=true"], True),
+        (["engine=megatron"], True),
+    ],
+)
+def test_kernels_drop_out_where_the_training_does(keys, expected):
+    experiment = compose(["target=sim", *keys]).experiment
+    assert kernels_of(experiment).dropout is expected
+
+
+def test_dropout_of_a_training_costs_time_and_memory_on_a_device():
+    found = [
+        simulate_keys("cluster=dgx_a100", "cluster.nodes=1", "model=gpt2_small", *keys)
+        for keys in ((), ("train.dropout=0.1",))
+    ]
+    assert found[0]["phases_s"]["compute"] < found[1]["phases_s"]["compute"]
+    assert found[0]["memory_bytes"]["activations"] < found[1]["memory_bytes"]["activations"]
+
+
+def simulate_keys(*keys):
+    composed = compose(["target=sim", "comm=zero3", *keys])
+    return simulate(composed.experiment, spec=composed.spec, resolved=composed.resolved).result

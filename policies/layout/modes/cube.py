@@ -16,7 +16,7 @@ from ..common import BATCH, FEATURES, layer_plan, sums
 from ..layers import Kind, LayerRuns, Role
 from ..policy import Direction
 from .mode import Cuts, Sizes
-from .sizes import check_divides
+from .sizes import check_divides, legal_sides
 
 X, Y, Z = "x", "y", "z"
 GATHER_X, GATHER_W = "gather_input", "gather_weight"  # streams: both factors come at a time
@@ -74,7 +74,8 @@ class Cube:
             "model.kv_heads": q,
             "model.ffn": q * q,
         }
-        check_divides(sizes, parts, mode=self.name, ranks=q**3)
+        legal = [side**3 for side in legal_sides(sizes, power=2)]
+        check_divides(sizes, parts, mode=self.name, ranks=q**3, legal=legal)
 
     # ---- products
 

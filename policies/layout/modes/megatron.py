@@ -14,7 +14,7 @@ from ..common import TOKENS, layer_plan, sums
 from ..layers import Kind, LayerRuns, Role
 from ..policy import Direction
 from .mode import Cuts, Sizes
-from .sizes import check_divides
+from .sizes import check_divides, legal_1d
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,10 @@ class Megatron:
 
     def check(self, sizes: Sizes) -> None:
         keys = ["model.heads", "model.kv_heads", "model.ffn"]
-        check_divides(sizes, dict.fromkeys(keys, self.size), mode=self.name, ranks=self.size)
         if self.sequence:
-            check_divides(sizes, {"batch.sequence": self.size}, mode=self.name, ranks=self.size)
+            keys.append("batch.sequence")
+        parts = dict.fromkeys(keys, self.size)
+        check_divides(sizes, parts, mode=self.name, ranks=self.size, legal=legal_1d(sizes))
 
     # ---- products
 

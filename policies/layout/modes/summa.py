@@ -31,7 +31,7 @@ from ..common import BATCH, layer_plan, sums
 from ..layers import Kind, LayerRuns, Role
 from ..policy import Direction
 from .mode import Cuts, Sizes
-from .sizes import check_divides
+from .sizes import check_divides, legal_sides
 
 ROW, COLUMN, DEPTH = "row", "column", "depth"
 
@@ -84,10 +84,10 @@ class Summa:
                 return layer_plan(self._linear(event) if forward else self._linear_backward(event))
 
     def check(self, sizes: Sizes) -> None:
-        parts = dict.fromkeys(("model.hidden", "model.heads", "model.kv_heads", "model.ffn"), self.side)
-        check_divides(
-            sizes, {"batch.micro": self.side * self.depth, **parts}, mode=self.name, ranks=self.ranks
-        )
+        keys = ("model.hidden", "model.heads", "model.kv_heads", "model.ffn")
+        parts = {"batch.micro": self.side * self.depth, **dict.fromkeys(keys, self.side)}
+        legal = [q * q * self.depth for q in legal_sides(sizes, power=1)]
+        check_divides(sizes, parts, mode=self.name, ranks=self.ranks, legal=legal)
 
     # ---- products
 
