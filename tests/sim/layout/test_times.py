@@ -138,8 +138,8 @@ def test_step_by_step_shares_links_as_folded_does(timed, per_node):
 @pytest.mark.parametrize("backend", [Backend.nccl, Backend.gloo])
 @pytest.mark.parametrize("comm", ["ddp", "zero3"])
 def test_folded_equals_step_by_step(make, spec_of, layout, backend, comm):
-    """Links so slow that latencies and arrivals do not show. On gloo a rank that has sent its part along a tree goes on,
-    and its next sum runs beside the last one's end; folded, all wait for all.
+    """Links so slow that latencies and arrivals do not show. On gloo a rank that has sent its part along a tree goes
+    on, and its next sum runs beside the last one's end; folded, all wait for all.
     """
     outer = InterNodeConf(bandwidth_Bps=2e5, latency_ns=0)
     inner = IntraNodeConf(bandwidth_Bps=1e6, latency_ns=0)
