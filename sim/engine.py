@@ -22,7 +22,7 @@ from ..policies.comm import (
     describe_action,
     describe_event,
 )
-from ..policies.mesh import HPZ, LOCAL, NODE, OF_REPLICAS, WORLD, Mesh
+from ..policies.mesh import HPZ, LOCAL, NODE, OF_REPLICAS, STAGE, WORLD, Mesh
 from ..policies.partition import fsdp2_order, shard_segments
 from ..policies.plan import Plan
 from .costs import EMBED, HEAD
@@ -125,8 +125,6 @@ class Engine:
         self._policy = decisions.policy
         self._mesh = mesh
         self._world = world
-        # one replica has nobody to get weights from, or to add gradients up with
-        self._alone = world is not None and mesh.num_ranks == 1
         root, *blocks = units
         self._whole = Stretch(root, tuple(blocks))
         self._precision = precision
@@ -138,6 +136,8 @@ class Engine:
         self._offload = offload
         self._gradient_bytes = gradient_bytes or precision.element_bytes
         self._sharded = self._policy.placement is Placement.sharded
+        # a layout's one replica has no other parts of its weights to get, and FSDP2 asks for none
+        self._alone = self._sharded and world is not None and mesh.num_ranks == 1
         self._interpreted: dict[tuple[int, Goal, int], Interpreted] = {}
         self._segments: dict[int, tuple[int, ...]] = {}
         self._reduced: dict[str, None] = {}  # units of which a plan has reduced gradients in this step
@@ -163,7 +163,7 @@ class Engine:
                 self._offload.norm(rules)
             self._all_reduce(rules, "step", 1)
         if self._num_norms:
-            self._all_reduce(rules, "step", self._num_norms)
+            self._all_reduce(rules, "step", self._num_norms, axis=WORLD if self._world is None else STAGE)
         if self._offload is not None:
             self._offload.step(rules)
         else:
@@ -288,7 +288,7 @@ class Engine:
                 self._offload.reduced(rules, phase, unit.name, ends, again=again)
 
     def _publish(self, rules: Blocking, units: Sequence[Unit]) -> None:
-        for unit in () if self._alone else units:
+        for unit in units:
             plan = self._decisions.decide(WeightsChanged(unit.name))
             if plan is not None:
                 if self._sharded:

@@ -155,7 +155,8 @@ class _Group:
 
     def _reduce_tree(self, transfer: Transfer) -> tuple[Stage, ...]:
         """The same tree from its leaves on: each level of nodes sends to those above it, one message to each, then the
-        ranks of the root's node do; every arrival is added. Only the first notice shows.
+        ranks of the root's node do; every arrival is added. Only the first notice shows. Nodes of a power of two of the
+        group's ranks: of others the tree's levels lie askew, and it is up to a fifth faster than this.
         """
         nbytes, add_ns = float(transfer.message_bytes), self._ns(whole_addition(transfer))
         inside = math.ceil(math.log2(-(-self._at.size // self._at.nodes)))

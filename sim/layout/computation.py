@@ -16,8 +16,10 @@ class LayersOf:
     each other stream is a worker, first in, first out.
     """
 
-    def __init__(self, model: LaidModel) -> None:
+    def __init__(self, model: LaidModel, place: int = 0) -> None:
+        """`place`: of the ranks that run the program, on the sequence axis."""
         self._model = model
+        self._place = place
 
     def write(
         self, writer: Writer, phase: str, unit: str, key: str, waits: tuple[int, ...]
@@ -43,7 +45,8 @@ class LayersOf:
                 stream = step.stream.removesuffix(RECEIPTS)
                 index.append(writer.transfer(worker, stream, phase, layer, step.what, after, tag=tag))
             else:
-                work = Work("compute", f"{key}#{number}")
+                own = f"@{self._place}" if step.by_place else ""
+                work = Work("compute", f"{key}#{number}{own}")
                 index.append(
                     writer.local(MAIN, COMPUTE, phase, unit, f"{phase}/{layer} {step.name}", work, after)
                 )

@@ -19,7 +19,8 @@ ENDS = {EMBED: BEFORE, HEAD: BEHIND}
 
 
 class LaidCosts:
-    """Keys are those of `computation`: "forward/block.0#3", a step of a unit's computation, or all of it without "#3".
+    """Keys are those of `computation`: "forward/block.0#3", a step of a unit's computation, or all of it without "#3";
+    "#3@1", where the work differs by the place on the sequence axis.
 
     Of a probe, `host.compute_ns` has the whole of a unit's local work, "forward/block.0" or "forward/block" and, of the
     root, "forward/embed" and "forward/head" or both as "forward/root". Its steps share it out as the device's model has
@@ -37,11 +38,13 @@ class LaidCosts:
         self._whole: dict[tuple[str, str], float] = {}
 
     def tally(self, key: str) -> Tally:
-        unit, _, number = key.partition("#")
+        unit, _, rest = key.partition("#")
+        number, _, place = rest.partition("@")
         direction, _, where = unit.partition("/")
         steps = self.model.steps(ENDS.get(where, BLOCK), Direction(direction))
         if number:
-            found = steps[int(number)].what
+            step = steps[int(number)]
+            found = step.by_place[int(place)] if place else step.what
             assert isinstance(found, Tally), f"{key} is a collective"
             return found
         total = Tally()

@@ -1,11 +1,12 @@
 """FSDP2 over the replicas of a layout: its order of gathers and reductions, with each unit's computation shared out."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from ...conf.schema import Backend, ExperimentConf, Precision, Recompute
 from ...policies.comm import Placement
 from ...policies.layout import Kind
-from ...policies.mesh import PIPELINE, REPLICAS, STAGE, Mesh
+from ...policies.mesh import PIPELINE, REPLICAS, SEQUENCE, STAGE, Mesh
 from ..engine import Decisions, Weights
 from ..engines import Setup, State, Written
 from ..offload import Offload
@@ -18,6 +19,14 @@ from .shapes import BEHIND
 from .stage import CopiesInFlight, StageEngine, StepWork
 
 RECOMPUTES = (Recompute.none, Recompute.full)
+
+
+class _Kind(NamedTuple):
+    """Ranks that run one program."""
+
+    stage: int
+    tied_rows: int
+    place: int  # on the sequence axis
 
 
 class LayoutEngine:
@@ -47,8 +56,8 @@ class LayoutEngine:
         if self._num_norms(0) and self._layout.stages > 1 and self.mesh.size(STAGE) == 1:
             raise ValueError(
                 f"optimizer={experiment.optimizer.name} with parallel.pipeline={self._layout.stages} and "
-                f"parallel.order={list(experiment.parallel.order)}: pipeline must be the first or the last, for the ranks of a stage "
-                "sum norms"
+                f"parallel.order={list(experiment.parallel.order)}: pipeline must be the first or the last, for the "
+                "ranks of a stage sum norms"
             )
         self._engine = StageEngine(
             model,
@@ -67,47 +76,46 @@ class LayoutEngine:
         self.unit_bytes: Mapping[str, int] = self._bytes_of(0)
 
     def write(self, *, validation: bool, before: State) -> Written:
+        """A program for each stage, for ranks that hold more rows of a tied matrix than others, and for those whose
+        tokens see more than others'.
+        """
         self._decisions.log = []
-        if self._layout.stages == 1:
-            weights = Weights(before)
-            write = self._engine.validation if validation else self._engine.training_step
-            programs, after = {0: write(self._rules(0), weights)}, weights.key()
-        else:
-            programs, after = self._stages(validation, before)
-        return Written(programs, [*self._model.decided, *self._decisions.log], after)
-
-    def _stages(self, validation: bool, before: State) -> tuple[dict[int, Program], State]:
-        """A program for each stage, and for ranks that hold more rows of a tied matrix than others."""
         layout, train = self._layout, self._experiment.train
         actions = forward_actions(layout, train.eval_batches) if validation else stage_actions(layout)
-        known: dict[tuple[int, int], Program] = {}
+        known: dict[_Kind, Program] = {}
         programs: dict[int, Program] = {}
         after: set[str] = set()
         log = self._decisions.log
         last: Program | None = None
         for rank in range(self.mesh.num_ranks):
             stage = self.mesh.index(PIPELINE, rank)
-            key = (stage, 0 if validation else self._tied_rows(stage, rank))
-            if key not in known:
-                known[key], held = self._stage(key, actions[stage], validation, before)
+            rows = 0 if validation else self._tied_rows(stage, rank)
+            kind = _Kind(stage, rows, self.mesh.index(SEQUENCE, rank) if self._model.num_places > 1 else 0)
+            if kind not in known:
+                known[kind], held = self._program(kind, actions[stage], validation, before)
                 after.update(held)
                 self._decisions.log = []  # a record has those of the first rank
-            if known[key] is not last:
-                last = programs[rank] = known[key]
-        self._decisions.log = log
-        return programs, tuple(sorted(after))
+            if known[kind] is not last:
+                last = programs[rank] = known[kind]
+            if rank == 0 and layout.stages * self._model.num_places == 1:
+                break
+        return Written(programs, log, tuple(sorted(after)))
 
-    def _stage(
-        self, key: tuple[int, int], actions: Sequence[Action], validation: bool, before: State
+    def _program(
+        self, kind: "_Kind", actions: Sequence[Action], validation: bool, before: State
     ) -> tuple[Program, State]:
-        stage, rows = key
+        stage, rows, place = kind
+        rules = self._rules(stage, place)
+        if self._layout.stages == 1:
+            weights = Weights(before)
+            write = self._engine.validation if validation else self._engine.training_step
+            return write(rules, weights), weights.key()
         weights = Weights(())
         weights.copies = CopiesInFlight()
         names = {unit.name for unit in self._model.units(stage)}
         for unit, axis in Weights(before).copies.items():
             if unit in names:
                 weights.copies[unit] = axis
-        rules = self._rules(stage)
         if validation:
             program = self._engine.stage_validation(rules, weights, stage, actions)
         else:
@@ -138,8 +146,8 @@ class LayoutEngine:
             unit.name: parts * sum(self._engine.segments(unit)) * element for unit in self._model.units(stage)
         }
 
-    def _rules(self, stage: int) -> Blocking:
-        experiment, layers = self._experiment, LayersOf(self._model)
+    def _rules(self, stage: int, place: int) -> Blocking:
+        experiment, layers = self._experiment, LayersOf(self._model, place)
         writer = Writer(merge=not experiment.cluster.host.cores)
         copies = self._bytes_of(stage) if self._sharded and self._costs.engine_copies else {}
         if experiment.cluster.backend is Backend.nccl:

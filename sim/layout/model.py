@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 from ...conf.model_spec import ModelSpec, Unit
@@ -10,10 +11,8 @@ from ...policies.layout import (
     Direction,
     Kind,
     Layer,
-    LayerRuns,
     ParallelLayout,
-    build_parallel,
-    describe_layer_event,
+    layout_of,
 )
 from ...policies.mesh import Mesh
 from ...policies.plan import Plan
@@ -36,6 +35,7 @@ class LaidStep:
         path: Of its layer, within the unit.
         after: Positions, among the steps of the part, that must end first; () only at its beginning.
         pair: As of `operands.OperandStep`.
+        by_place: Work that differs by the rank's place on the sequence axis, of which `what` is the mean; () else.
     """
 
     path: str
@@ -45,6 +45,7 @@ class LaidStep:
     after: tuple[int, ...] = ()
     beside: bool = False
     pair: int = -1
+    by_place: tuple[Tally, ...] = ()
 
 
 class LaidModel:
@@ -58,14 +59,9 @@ class LaidModel:
         cluster, batch = experiment.cluster, experiment.batch
         self.spec = spec
         sequence = batch.sequence or spec.sequence
-        self.layout: ParallelLayout = build_parallel(
-            experiment.parallel,
-            spec,
-            num_ranks=cluster.num_ranks,
-            micro=batch.micro,
-            micro_batches=batch.accumulation,
-            sequence=sequence,
-        )
+        layout = layout_of(experiment, spec)
+        assert layout is not None, "asked for where ranks share a replica's work"
+        self.layout: ParallelLayout = layout
         self.mesh = Mesh.of(cluster, 1, self.layout.dims)
         self.shapes = Shapes(
             self.layout,
@@ -76,22 +72,11 @@ class LaidModel:
             element_bytes=experiment.precision.element_bytes,
         )
         self.works = Works(self.shapes, device, kernels)
-        self.decided: list[tuple[str, str]] = []  # (event, action), each distinct event once
-        self._asked: dict[LayerRuns, Plan | None] = {}
         self._parts: dict[str, _Part] = {}
         self._roots: dict[tuple[str, ...], Unit] = {}
         self._recomputes = experiment.recompute is Recompute.full
         for event in self.layout.questions():
             self.ask(event)
-
-    def ask(self, event: LayerRuns) -> Plan | None:
-        """The layout's answer, which is logged when an event comes first."""
-        if event not in self._asked:
-            plan = self._asked[event] = self.layout.decide(event)
-            self.decided.append(
-                (describe_layer_event(event), plan.describe() if plan is not None else "nothing")
-            )
-        return self._asked[event]
 
     def steps(self, part: str, direction: Direction) -> tuple[LaidStep, ...]:
         """What a rank does for one unit, or for the root before or behind the blocks (`shapes.BEFORE`, ...)."""
@@ -102,6 +87,13 @@ class LaidModel:
 
     def _repeats(self, part: str) -> bool:
         return self._recomputes and part == BLOCK
+
+    @cached_property
+    def num_places(self) -> int:
+        """Places on the sequence axis whose ranks do not do the same; 1: all do."""
+        directions = (Direction.forward, Direction.backward)
+        steps = [step for direction in directions for step in self.steps(BLOCK, direction)]
+        return self.layout.sequence if any(len(set(step.by_place)) > 1 for step in steps) else 1
 
     def saved_bytes(self, part: str) -> float:
         """What a micro-batch keeps of a part of the model from its forward to its backward."""
@@ -179,15 +171,15 @@ class _Part:
                 self.saved_bytes += module.saved_bytes
         # a checkpoint stops with the last tensor that backward needs: a product without a plan keeps its input only
         last = len(self._layers) - 1
-        planned = model.ask(self._layers[last].runs(Direction.forward)) is not None
+        planned = model.layout.decide(self._layers[last].runs(Direction.forward)) is not None
         self.again = list(_chained(forward[: len(forward) - len(between.get(last, ())) - (not planned)]))
         self.forward = _chained(forward)
         self.backward = list(_chained(backward[::-1]))
 
     def _layer(self, at: int, layer: Layer, before: Layer | None) -> tuple[list[LaidStep], list[LaidStep]]:
         model = self._model
-        ahead = model.ask(layer.runs(Direction.forward))
-        behind = model.ask(layer.runs(Direction.backward))
+        ahead = model.layout.decide(layer.runs(Direction.forward))
+        behind = model.layout.decide(layer.runs(Direction.backward))
         if ahead is None or behind is None:
             if (ahead is None) != (behind is None):
                 raise ValueError(f"layer {layer.path!r}: the layout has a plan of one direction only")
@@ -238,14 +230,24 @@ class _Part:
         if len(linears) != 4 or at not in linears[1::2]:
             return False
         before = self._layers[at - 1]
-        return before.kind is not Kind.attention or self._model.ask(before.runs(Direction.forward)) is None
+        behind = self._model.layout.decide(before.runs(Direction.backward))
+        return before.kind is not Kind.attention or behind is None or "y" in behind.operands
 
     def _steps(self, layer: Layer, followed: Followed) -> list[LaidStep]:
         found = []
         for step in followed.steps:
             if isinstance(step.what, LocalStep):
-                name, what = step.what.name, self._model.works.step(step.what)
-                found.append(LaidStep(layer.path, name, what, step.stream, step.after))
+                works, name = self._model.works, step.what.name
+                found.append(
+                    LaidStep(
+                        layer.path,
+                        name,
+                        works.step(step.what),
+                        step.stream,
+                        step.after,
+                        by_place=works.by_place(step.what),
+                    )
+                )
             else:
                 found.append(
                     LaidStep(

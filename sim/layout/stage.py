@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from ...policies.comm import WeightsChanged
 from ...policies.layout import Kind, Pass, StepGradientsReady
 from ...policies.mesh import PIPELINE, STAGE
 from ...policies.plan import SendRecv
-from ..engine import Engine, Stretch, Weights
+from ..engine import ROOT, Engine, Stretch, Weights
 from ..interpreter import FP32_BYTES, Transfer, Work
 from ..program import MAIN, Program
 from ..rules import Blocking
@@ -94,6 +95,8 @@ class StageEngine(Engine):
         rules.drain()
         weights.copies.clear()
         for stretch in stretches:
+            if stretch.root is None:  # it is asked for, and has no parameters here
+                self._decisions.decide(WeightsChanged(ROOT))
             self._publish(rules, stretch.units)
         return rules.writer.program
 

@@ -3,11 +3,14 @@
 Modules that no plan names are those of `layers.Block`; each is cut by the border at which it lies.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 from ...conf.model_flop import Matmul
 from ...policies.layout import Border, Kind, Layer, num_parts
+from ...policies.layout.ring import BLOCK_GRADIENTS, BLOCKS
+from ...policies.layout.tokens import block_pairs
 from ..device import Device, Tally
 from ..layers import FLOAT, MLP, ROTARY, Block, Kernels, Module
 from .operands import LocalStep, Operand
@@ -55,8 +58,10 @@ class Works:
         """A product by its shape; attention by its heads; other functions by what they read and write."""
         if step.product is not None:
             return self._product(step)
-        if step.name.startswith("attention"):
+        if step.name in ("attention", "attention_gradient"):
             return self._attention_step(step)
+        if step.name in BLOCKS or step.name in BLOCK_GRADIENTS:
+            return _share_of_places(self.by_place(step))
         kernels, extra = _PASSES.get(step.name, (1, 0))
         largest = max((operand.numel for operand in step.reads), default=0)
         return self._device.streamed(float(step.nbytes + extra * largest), kernels)
@@ -69,6 +74,26 @@ class Works:
         again = (step.nbytes - operands) // made if made else 0  # a sum is read too
         element = step.writes[0].element_bytes
         return self._device.product(product, tokens=step.tokens, result_bytes=element + again)
+
+    def by_place(self, step: LocalStep) -> tuple[Tally, ...]:
+        """Attention of a block of a ring: what each place on it sees of the block's keys. (): all do the same.
+
+        Operations are counted as published figures do, causal ones over the whole square.
+        """
+        masks = BLOCKS.get(step.name) or BLOCK_GRADIENTS.get(step.name)
+        if masks is None:
+            return ()
+        backward = step.name in BLOCK_GRADIENTS
+        q, keys = (step.reads[i + backward] for i in (0, 1))
+        k = Operand(keys.shape[1:], keys.element_bytes)  # keys and values are stacked
+        whole = self._attention(q, k, causal=False)[backward]
+        causal, zigzag = masks
+        size = self._shapes.layout.sequence
+        found = []
+        for place in range(size):
+            seen = block_pairs(size=size, zigzag=zigzag, causal=causal, rank=place, step=step.number)
+            found.append(_scaled(whole, seen).with_flop(round(whole.flop * seen * (2 if causal else 1))))
+        return tuple(found)
 
     def _attention_step(self, step: LocalStep) -> Tally:
         backward = "gradient" in step.name
@@ -200,3 +225,33 @@ class Works:
             for tally in (module.forward, module.backward)
         )
         return forward, backward, module.saved_bytes * share
+
+
+def _scaled(tally: Tally, share: float) -> Tally:
+    """A part of the work of one kernel; nothing launches none."""
+    if not share:
+        return Tally()
+    return Tally(
+        tally.flop,
+        tally.matmul_ns * share,
+        tally.busy_ns * share,
+        tally.other_ns,
+        tally.nbytes * share,
+        tally.kernels,
+    )
+
+
+def _share_of_places(tallies: Sequence[Tally]) -> Tally:
+    """The mean."""
+    total = Tally()
+    for tally in tallies:
+        total += tally
+    count = len(tallies)
+    return Tally(
+        total.flop // count,
+        total.matmul_ns / count,
+        total.busy_ns / count,
+        total.other_ns / count,
+        total.nbytes / count,
+        total.kernels // count,
+    )
