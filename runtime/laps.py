@@ -11,7 +11,6 @@ from typing import Any, Final, Protocol
 
 import torch
 
-
 PIPELINE_LAP: Final = "pipeline"  # between two passes of a stage: messages, and waits for them
 
 

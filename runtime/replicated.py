@@ -161,8 +161,9 @@ class ReplicatedEngine:
         for unit in self._units:
             for name, parameter in unit.owned.items():
                 if parameter.grad is not None and not is_finite(parameter.grad):
+                    rank = self._interpreter.groups.world_rank
                     raise RuntimeError(
-                        f"the gradient of {name} holds Inf or NaN on rank {self._interpreter.groups.world_rank}, {bad_place(parameter.grad)}"
+                        f"the gradient of {name} holds Inf or NaN on rank {rank}, {bad_place(parameter.grad)}"
                     )
 
     @torch.no_grad()

@@ -99,9 +99,7 @@ class Trainer:
         self.laps = Laps(torch.cuda.synchronize if cuda else None)
         layout = layout_of(experiment, self.spec)
         seen = replicas_of(experiment)
-        policy, _ = build_comm(
-            experiment.comm, num_ranks=seen.num_ranks, ranks_per_node=seen.ranks_per_node
-        )
+        policy, _ = build_comm(experiment.comm, num_ranks=seen.num_ranks, ranks_per_node=seen.ranks_per_node)
         mesh = Mesh.of(experiment.cluster, policy.hpz_size, layout.dims if layout is not None else ())
         self.replicas = mesh.data
         self.batches = build_batches(
@@ -217,9 +215,7 @@ class Trainer:
             self.offload.begins("eval")
         batches = self.experiment.train.eval_batches
         both = self.engine.evaluate(
-            MicroBatches(
-                count=batches, read=lambda index: self._on_device(self.batches.validation(index))
-            )
+            MicroBatches(count=batches, read=lambda index: self._on_device(self.batches.validation(index)))
         )
         total = both if self._classifies else both[:1].clone()
         total[0] /= batches * self.replicas

@@ -109,7 +109,9 @@ class LayoutEngine:
             part.engine.finish_gradients()
         self._clock.lap("backward/root")
         self._ledger.at(phase="backward", layer="")
-        losses = torch.stack(self._losses) if self._is_last else torch.empty(batches.count, device=self._device)
+        losses = (
+            torch.stack(self._losses) if self._is_last else torch.empty(batches.count, device=self._device)
+        )
         pipeline = self._groups[PIPELINE]
         with self._ledger.set_up():  # a rank's own figures, not the training
             dist.broadcast(losses, pipeline.ranks[-1], group=pipeline.handle)
@@ -152,7 +154,11 @@ class LayoutEngine:
 
     def pass_ends(self, which: Pass) -> None:
         """What is sent before the next pass begins is what this one made."""
-        last = "root" if which.backward or self._parts[which.chunk].model.is_last else self._last_unit(which.chunk)
+        last = (
+            "root"
+            if which.backward or self._parts[which.chunk].model.is_last
+            else self._last_unit(which.chunk)
+        )
         self._clock.lap(f"{'backward' if which.backward else 'forward'}/{last}")
         self._ledger.at(phase="backward" if which.backward else "forward", layer=self._name(which))
         self._idle_ns = time.monotonic_ns()
@@ -186,7 +192,10 @@ class LayoutEngine:
     def _exchange(self, plan: Plan, gradient: Tensor, layer: str) -> None:
         if not gradient.numel():
             return
-        group, theirs = self._groups[PIPELINE], torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        group, theirs = (
+            self._groups[PIPELINE],
+            torch.empty_like(gradient, memory_format=torch.contiguous_format),
+        )
         for step in plan.steps:
             match step:
                 case SendRecv():
@@ -255,7 +264,8 @@ class LayoutEngine:
             return None
         tied = tied_name(self._layout)
         shares = {
-            id(parameter): self._weights[name] * (2 if name == tied else 1)  # each of the two stages adds up its own
+            id(parameter): self._weights[name]
+            * (2 if name == tied else 1)  # each of the two stages adds up its own
             for part in self._parts
             for name, parameter in part.engine.named_parameters().items()
         }
@@ -327,7 +337,11 @@ class LayoutEngine:
         return ".".join(f"{axis}{self._mesh.index(axis, self._groups.rank)}" for axis in reversed(axes))
 
     def state_dict(self) -> dict[str, Any]:
-        return {f"{self.place}/{name}": value for part in self._parts for name, value in part.engine.state_dict().items()}
+        return {
+            f"{self.place}/{name}": value
+            for part in self._parts
+            for name, value in part.engine.state_dict().items()
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for part in self._parts:
@@ -360,7 +374,9 @@ class LayoutEngine:
         tied = tied_name(self._layout)
         found = {}
         for part in self._parts:
-            for name, copies in parameter_copies(self._layout, self._mesh, part.model, self._stage, part.chunk).items():
+            for name, copies in parameter_copies(
+                self._layout, self._mesh, part.model, self._stage, part.chunk
+            ).items():
                 found[name] = 1 / (copies * replicas * (2 if name == tied else 1))
         return found
 

@@ -83,6 +83,7 @@ class Pipeline:
         else:
             kind = ScheduleGPipe if layout.schedule == "gpipe" else Schedule1F1B
             self._schedule = kind(stages[0], count, loss_fn=loss, scale_grads=False)
+
     def set_up(self, inputs: Tensor, targets: Tensor) -> None:
         """Agree with the other stages on shapes, before the first step. Sends a few bytes.
 
@@ -95,7 +96,7 @@ class Pipeline:
         if isinstance(self._schedule, ScheduleInterleaved1F1B):
             self._schedule._initialize_stages(*arguments)
         else:
-            self._schedule._initialize_stage(*arguments)
+            self._schedule._initialize_stage(*arguments)  # type: ignore[no-untyped-call]
 
     def run(self, inputs: Tensor, targets: Tensor) -> None:
         """All passes of a step.

@@ -25,11 +25,13 @@ def keep_part(model: Stack, layout: ParallelLayout, *, stage: int, chunk: int) -
     kept_blocks = {str(i) for i in layout.layers(stage, chunk)}
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     used = {name for unit, layers in layout.units(stage, chunk) if unit == ROOT for name in _paths(layers)}
-    known = {name for name in _paths((*layout.outline.before, *layout.outline.behind))}
+    known = set(_paths((*layout.outline.before, *layout.outline.behind)))
     root = [name for name, parameter in model.named_parameters() if id(parameter) not in inside]
     for name in root:
         if not _belongs(name, known):
-            raise ValueError(f"{type(model).__name__}: {name} is of no layer that the layout knows: {sorted(known)}")
+            raise ValueError(
+                f"{type(model).__name__}: {name} is of no layer that the layout knows: {sorted(known)}"
+            )
         if not _belongs(name, used):
             _drop(model, name)
     for name in [name for name, _ in blocks.named_children() if name not in kept_blocks]:
@@ -47,7 +49,9 @@ def tied_name(layout: ParallelLayout) -> str:
 
 def _paths(layers: tuple[Layer, ...]) -> Iterator[str]:
     for layer in layers:
-        yield from (each for each in (layer.path, layer.shares, *(other.path for other in layer.others)) if each)
+        yield from (
+            each for each in (layer.path, layer.shares, *(other.path for other in layer.others)) if each
+        )
 
 
 def _belongs(parameter: str, paths: set[str]) -> bool:

@@ -46,7 +46,11 @@ class TrustRatioOptimizer(Optimizer):
     _holders: Holders | None = None
 
     def __init__(
-        self, params: Parameters, defaults: dict[str, Any], all_reduce: AllReduce, holders: Holders | None = None
+        self,
+        params: Parameters,
+        defaults: dict[str, Any],
+        all_reduce: AllReduce,
+        holders: Holders | None = None,
     ) -> None:
         super().__init__(params, defaults)
         self._all_reduce, self._holders = all_reduce, holders

@@ -22,7 +22,16 @@ def launch_ranks(tmp_path: Path) -> LaunchRanks:
         path = str(Path(__file__).with_name(f"{script}.py"))
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-W", "ignore::FutureWarning", path, case, str(rank), str(world), str(tmp_path)],
+                [
+                    sys.executable,
+                    "-W",
+                    "ignore::FutureWarning",
+                    path,
+                    case,
+                    str(rank),
+                    str(world),
+                    str(tmp_path),
+                ],
                 env=env,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

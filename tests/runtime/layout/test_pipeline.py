@@ -26,7 +26,10 @@ CASES = str(Path(__file__).with_name("pipeline_cases.py"))
 BASE = [
     "target=runtime",
     "model=gpt",
-    *(f"model.{key}={value}" for key, value in {"layers": 4, "hidden": 32, "heads": 4, "vocab": 256, "sequence": 16}.items()),
+    *(
+        f"model.{key}={value}"
+        for key, value in {"layers": 4, "hidden": 32, "heads": 4, "vocab": 256, "sequence": 16}.items()
+    ),
     "cluster.nodes=2",
     "cluster.devices_per_node=2",
     "cluster.shaped=false",
@@ -40,6 +43,7 @@ BASE = [
 # The same sequences in a step: four micro-batches for two replicas, two for four
 PIPELINE = ["parallel.pipeline=2", "batch.accumulation=4"]
 PLAIN = ["batch.accumulation=2"]
+
 
 def case(name, *overrides, kind="train", resume=None, **options):
     resolved = compose([*BASE, *overrides]).resolved
@@ -82,9 +86,8 @@ def test_gradients_and_losses_are_those_of_one_process(launch_ranks):
 def test_zeropp_over_replicas_on_two_nodes(launch_ranks):
     found = launch_ranks("ranks_pipeline", "quantized", 8)
     for rank in range(8):
-        for name, (worst, best, losses, wanted, small, secondary) in found[rank].items():
-            assert 1e-4 < best, f"{name}: gradients are of 8 bits"
-            assert worst < 0.1, name
+        for name, (off, losses, wanted, small, secondary) in found[rank].items():
+            assert 1e-4 < off < 0.1, f"{name}: gradients are of 8 bits"
             assert losses[0] == pytest.approx(wanted[0], rel=2e-3)  # weights of 8 bits
             assert losses[-1] < losses[0]
             assert losses == pytest.approx(wanted, rel=0.05)
@@ -108,7 +111,9 @@ def messages(stages, chunks, stage, which):
     """Whether a pass ends with a message, and of which part."""
     part = which.chunk * stages + stage
     sends = part > 0 if which.backward else part < stages * chunks - 1
-    return [("library", "backward" if which.backward else "forward", f"stage.{part}", "send", "pipeline", stages)] * sends
+    return [
+        ("library", "backward" if which.backward else "forward", f"stage.{part}", "send", "pipeline", stages)
+    ] * sends
 
 
 def gather(phase, unit, replicas):
@@ -128,7 +133,9 @@ def expected(stages, schedule, chunks, comm, tied, stage, world):
     first = {c: stage == 0 and c == 0 for c in range(chunks)}
     last = {c: stage == stages - 1 and c == chunks - 1 for c in range(chunks)}
     rows, gathered = [], set()
-    for which in stage_passes(schedule, stage=stage, stages=stages, chunks=chunks, micro_batches=count, megatron=False):
+    for which in stage_passes(
+        schedule, stage=stage, stages=stages, chunks=chunks, micro_batches=count, megatron=False
+    ):
         chunk = which.chunk
         root = ["root"] if first[chunk] or last[chunk] else []
         own = blocks[chunk]
@@ -159,7 +166,9 @@ def expected(stages, schedule, chunks, comm, tied, stage, world):
             if comm == "zero3" or (comm == "zero1" and _ == 0):
                 rows += [row for unit in (*root, *blocks[chunk]) for row in gather("eval", unit, replicas)]
             if not last[chunk]:
-                rows.append(("library", "eval", f"stage.{chunk * stages + stage}", "send", "pipeline", stages))
+                rows.append(
+                    ("library", "eval", f"stage.{chunk * stages + stage}", "send", "pipeline", stages)
+                )
     rows.append(("library", "eval", f"stage.{(chunks - 1) * stages + stage}", "all_reduce", "world", world))
     return rows
 
@@ -233,7 +242,14 @@ def done(tmp_path_factory):
         case("plain", *PLAIN, *evaluated, "train.eval_batches=2"),
         case("piped", *PIPELINE, *evaluated, "train.eval_batches=4", "train.save_every=3"),
         case("resumed", *PIPELINE, resume=folder / "piped/checkpoints/step_00000003"),
-        case("ddp_saved", *PIPELINE, *interleaved, "comm=ddp", "model.tied_embeddings=true", "train.save_every=3"),
+        case(
+            "ddp_saved",
+            *PIPELINE,
+            *interleaved,
+            "comm=ddp",
+            "model.tied_embeddings=true",
+            "train.save_every=3",
+        ),
         case(
             "ddp_resumed",
             *PIPELINE,
@@ -261,7 +277,9 @@ def test_losses_are_those_without_a_pipeline(done, plain, piped):
     assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
     assert got["loss"][-1] < got["loss"][0]
     assert [step for step, _ in got["validation_loss"]] == [step for step, _ in want["validation_loss"]]
-    assert [x for _, x in got["validation_loss"]] == pytest.approx([x for _, x in want["validation_loss"]], rel=1e-5)
+    assert [x for _, x in got["validation_loss"]] == pytest.approx(
+        [x for _, x in want["validation_loss"]], rel=1e-5
+    )
     rate = 2 * 2 * 4 * 16  # replicas, sequences, micro-batches, tokens
     assert got["tokens_per_s"] == pytest.approx(rate / got["iteration_s"]["mean"])
 
@@ -303,12 +321,12 @@ def test_a_pipeline_resumes_from_its_checkpoint(done):
 )
 def test_a_stage_that_dies_ends_the_run(tmp_path, fault, rank, says):
     torn = case("torn", *PIPELINE, kind=f"{CASES}:fault", rank=rank, fault=fault)
-    started = time.monotonic()
     outcome = launch(tmp_path, torn)
+    ended = time.monotonic()
     assert outcome.status == "failed"
     assert outcome.failed_rank == rank
     assert re.search(says, outcome.error), outcome.error
-    assert time.monotonic() - started < 25  # of which starting takes most
+    assert ended - float((tmp_path / "fault.txt").read_text()) < 15  # 3 on an idle machine; timeout_s is 20
     if fault == "raise":
         assert "ArithmeticError" in (tmp_path / f"rank{rank}.log").read_text()
 
@@ -352,4 +370,3 @@ def test_the_command_trains_a_pipeline(tmp_path):
 def test_what_a_pipeline_cannot_do_is_said_before_the_start(overrides, says):
     with pytest.raises(ValueError, match=says):
         check_run(compose([*BASE, *PIPELINE, *overrides]).experiment)
-
