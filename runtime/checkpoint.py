@@ -71,9 +71,9 @@ def check_resume(experiment: ExperimentConf) -> None:
     found = find_checkpoint(Path(experiment.train.resume_from))
     where = f"train.resume_from={experiment.train.resume_from!r}"
     spec = _plain(asdict(model_spec(experiment)))
-    differ = [key for key in spec if key != "name" and spec[key] != found.model.get(key)]
-    if differ:
-        key = differ[0]
+    others = [name for name in spec if name != "name" and spec[name] != found.model.get(name)]
+    if others:
+        key = others[0]
         raise ValueError(
             f"{where}: its model has {key}={found.model.get(key)!r}; model.{key}={spec[key]!r} here"
         )
@@ -90,11 +90,11 @@ def check_resume(experiment: ExperimentConf) -> None:
         )
     laid = _parallel(experiment)
     if found.parallel != laid:
-        differ = next(key for key in {**found.parallel, **laid} if found.parallel.get(key) != laid.get(key))
+        key = next(key for key in {**found.parallel, **laid} if found.parallel.get(key) != laid.get(key))
+        written = found.parallel.get(key, getattr(ParallelConf(), key))
         raise ValueError(
-            f"{where}: written with parallel.{differ}={found.parallel.get(differ, 'its default')}; parallel.{differ}="
-            f"{getattr(experiment.parallel, differ)} here, and each rank saves the part of the model that it has; go on "
-            "with the same layout"
+            f"{where}: written with parallel.{key}={written}; parallel.{key}={getattr(experiment.parallel, key)} here, "
+            "and each rank saves the part of the model that it has; go on with the same layout"
         )
     _check_files(found, where)
     if found.step >= experiment.steps:

@@ -110,6 +110,7 @@ class _View(Groups):
                 group = dist.new_group([rank])
                 if rank == self.world_rank:
                     mine = group
+        assert mine is not None, "a group was made for each rank"
         return DeviceMesh.from_group(mine, device.type, mesh_dim_names=(REPLICAS,))
 
 

@@ -1,7 +1,7 @@
 """The micro-batches of a step, and how an engine runs them that has the whole model: one after the other."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -41,7 +41,7 @@ class MicroBatches:
     count: int
     read: Callable[[int], tuple[Tensor, Tensor]]
     factor: float = 1.0
-    clock: Clock = NoClock()
+    clock: Clock = field(default_factory=NoClock)
     begins: Callable[[int], None] = nothing_begins
     before_last_backward: Callable[[], None] = nothing
 

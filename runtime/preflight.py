@@ -67,10 +67,20 @@ def _check_layout(experiment: ExperimentConf, spec: ModelSpec) -> None:
             f"offload={experiment.offload.name} with {said}: the runtime offloads models that are not shared out over "
             "ranks; use offload=none, or parallel.data alone"
         )
+    if (
+        layout.tensor > 1
+        and experiment.comm.parameter_server
+        and experiment.optimizer.name in ("lamb", "lars")
+    ):
+        raise ValueError(
+            f"optimizer={experiment.optimizer.name} with comm.parameter_server=true and parallel.tensor="
+            f"{layout.tensor}: norms of whole parameters are summed over all ranks of a stage, of which the server's alone step; use "
+            "another comm, or optimizer=adamw or sgd"
+        )
     if layout.stages > 1 and experiment.comm.overlap and experiment.cluster.backend is Backend.gloo:
         raise ValueError(
-            f"comm.overlap=true with parallel.pipeline={layout.stages} and cluster.backend=gloo: chunks of a stage would "
-            "share one communication thread, which is not built; use comm.overlap=false"
+            f"comm.overlap=true with parallel.pipeline={layout.stages} and cluster.backend=gloo: chunks of a "
+            "stage would share one communication thread, which is not built; use comm.overlap=false"
         )
 
 

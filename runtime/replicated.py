@@ -23,6 +23,7 @@ from .gradients import bad_place, clip_factor, is_finite
 from .interpreter import Interpreter
 from .ledger import SETUP
 from .micro_batches import MicroBatches, evaluate_in_turn, num_right, train_in_turn
+from .optim.norms import Holders
 from .overlap import CommThread
 
 ROOT = "root"
@@ -97,7 +98,10 @@ class ReplicatedEngine:
         return self._model
 
     def parameters(self) -> list[nn.Parameter]:
-        return [p for unit in self._units for p in unit.owned.values()]
+        return list(self.named_parameters().values())
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        return {name: p for unit in self._units for name, p in unit.owned.items()}
 
     def run_step(self, batches: MicroBatches) -> Tensor:
         return train_in_turn(self, self._ledger, batches)
@@ -147,6 +151,9 @@ class ReplicatedEngine:
             torch._foreach_mul_(gradients, factor)
         return norm
 
+    def holders(self) -> Holders | None:
+        return None
+
     def sum_norms(self, norms: Tensor, group: dist.ProcessGroup) -> None:
         raise RuntimeError("every rank that owns weights has them whole, so their norms need no sum")
 
@@ -154,8 +161,9 @@ class ReplicatedEngine:
         for unit in self._units:
             for name, parameter in unit.owned.items():
                 if parameter.grad is not None and not is_finite(parameter.grad):
+                    rank = self._interpreter.groups.world_rank
                     raise RuntimeError(
-                        f"the gradient of {name} holds Inf or NaN on rank {self._interpreter.groups.world_rank}, {bad_place(parameter.grad)}"
+                        f"the gradient of {name} holds Inf or NaN on rank {rank}, {bad_place(parameter.grad)}"
                     )
 
     @torch.no_grad()

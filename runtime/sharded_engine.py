@@ -19,6 +19,7 @@ from .gradients import bad_place, clip_factor, is_finite
 from .interpreter import Interpreter
 from .ledger import LIBRARY_STREAM
 from .micro_batches import MicroBatches, evaluate_in_turn, num_right, train_in_turn
+from .optim.norms import Holders
 from .overlap import CommThread
 from .sharded import ROOT, ShardedHooks
 
@@ -86,6 +87,9 @@ class ShardedEngine:
     def parameters(self) -> list[nn.Parameter]:
         return list(self._parameters.values())
 
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        return self._parameters
+
     def run_step(self, batches: MicroBatches) -> torch.Tensor:
         return train_in_turn(self, self._ledger, batches)
 
@@ -114,6 +118,9 @@ class ShardedEngine:
         if factor < 1:
             torch._foreach_mul_(gradients, factor)
         return norm
+
+    def holders(self) -> Holders | None:
+        return None
 
     def sum_norms(self, norms: torch.Tensor, group: dist.ProcessGroup) -> None:
         with self._ledger.span(LIBRARY_STREAM, "all_reduce of norms"):

@@ -115,7 +115,10 @@ class Trainer:
             layout, policy, context.groups(mesh), overlap=experiment.comm.overlap and overlap
         )
         self.optimizer = build_optimizer(
-            experiment.optimizer, list(self.engine.parameters()), all_reduce=self.engine.sum_norms
+            experiment.optimizer,
+            list(self.engine.parameters()),
+            all_reduce=self.engine.sum_norms,
+            holders=self.engine.holders(),
         )
         self.offload: DiskOffload | None = None
         if experiment.offload.name == "disk":

@@ -17,6 +17,7 @@ from .groups import Groups
 from .interpreter import Interpreter
 from .ledger import Ledger
 from .micro_batches import MicroBatches
+from .optim.norms import Holders
 from .overlap import CommThread
 
 WIRE_DTYPE = {
@@ -104,6 +105,10 @@ class CommEngine(Protocol):
         """Where this rank stands on the axes that cut the model, such as "pipeline1"; "" if none does."""
         ...
 
+    def holders(self) -> Holders | None:
+        """Who holds the parts of `parameters`, where these do not say it themselves."""
+        ...
+
     def sum_norms(self, norms: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Add up, over the ranks that hold parts of the same parameters, what an optimizer asks for."""
         ...
@@ -132,6 +137,10 @@ class PassEngine(CommEngine, Protocol):
 
     def finish_gradients(self) -> None:
         """After the last backward of a step: gradients of `parameters` are complete, and in fp32."""
+        ...
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """`parameters` by name, in their order."""
         ...
 
     def gradients(self) -> dict[str, torch.Tensor]:

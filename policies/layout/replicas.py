@@ -1,4 +1,6 @@
-"""The layout of an experiment, and the ranks that hold the same part of its model: all that a communication policy sees."""
+"""The layout of an experiment, and the ranks that hold the same part of its model, which are all that a communication
+policy sees.
+"""
 
 from ...conf.model_spec import ModelSpec
 from ...conf.schema import ClusterConf, Engine, ExperimentConf

@@ -28,7 +28,7 @@ from ..micro_batches import (
     num_right,
     train_in_turn,
 )
-from ..optim.norms import square_sums
+from ..optim.norms import Holders, square_sums
 from ..stack import Stack
 from ..wrap import PassEngine
 from .layout import LaidOut
@@ -273,6 +273,20 @@ class LayoutEngine:
     def zero_grad(self) -> None:
         for part in self._parts:
             part.engine.zero_grad()
+
+    def holders(self) -> Holders | None:
+        """A tensor mode's parts are tensors of their own; without one, what FSDP2 shards says who holds the rest."""
+        group = self._groups[STAGE].handle
+        if self._layout.tensor == 1 or group is None:
+            return None
+        tied = tied_name(self._layout)
+        shares = {
+            id(parameter): self._weights[name]
+            * (2 if name == tied else 1)  # each of the two stages adds up its own
+            for part in self._parts
+            for name, parameter in part.engine.named_parameters().items()
+        }
+        return Holders(group, shares)
 
     def sum_norms(self, norms: Tensor, group: dist.ProcessGroup) -> None:
         """Over the ranks of this stage that hold parts of the same parameters."""

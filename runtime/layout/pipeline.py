@@ -96,7 +96,7 @@ class Pipeline:
         if isinstance(self._schedule, ScheduleInterleaved1F1B):
             self._schedule._initialize_stages(*arguments)
         else:
-            self._schedule._initialize_stage(*arguments)
+            self._schedule._initialize_stage(*arguments)  # type: ignore[no-untyped-call]
 
     def run(self, inputs: Tensor, targets: Tensor) -> None:
         """All passes of a step.

@@ -25,7 +25,7 @@ def keep_part(model: Stack, layout: ParallelLayout, *, stage: int, chunk: int) -
     kept_blocks = {str(i) for i in layout.layers(stage, chunk)}
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     used = {name for unit, layers in layout.units(stage, chunk) if unit == ROOT for name in _paths(layers)}
-    known = {name for name in _paths((*layout.outline.before, *layout.outline.behind))}
+    known = set(_paths((*layout.outline.before, *layout.outline.behind)))
     root = [name for name, parameter in model.named_parameters() if id(parameter) not in inside]
     for name in root:
         if not _belongs(name, known):

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from twinbed.conf.compose import compose
-
 SMALL = (
     "model.layers=4",
     "model.hidden=32",
@@ -88,7 +86,9 @@ def check(found: Mapping[str, Any], same_ledger: Callable[..., Any]) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ledgers_of_four_ranks_are_equal(run_cases: Callable[..., Any], same_ledger: Callable[..., Any]) -> None:
+def test_ledgers_of_four_ranks_are_equal(
+    run_cases: Callable[..., Any], same_ledger: Callable[..., Any]
+) -> None:
     everything = {**MODES_OF_FOUR, **PRODUCTS_OF_FOUR}
     check(run_cases(cases(2, everything, GPT)), same_ledger)
 
@@ -96,5 +96,7 @@ def test_ledgers_of_four_ranks_are_equal(run_cases: Callable[..., Any], same_led
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ledgers_of_eight_ranks_are_equal(run_cases: Callable[..., Any], same_ledger: Callable[..., Any]) -> None:
+def test_ledgers_of_eight_ranks_are_equal(
+    run_cases: Callable[..., Any], same_ledger: Callable[..., Any]
+) -> None:
     check(run_cases(cases(4, OF_EIGHT, GPT)), same_ledger)

@@ -23,6 +23,8 @@ from twinbed.runtime.layout.build import build_layout_engine
 from twinbed.runtime.layout.engine import LayoutEngine
 from twinbed.runtime.ledger import Ledger
 from twinbed.runtime.micro_batches import MicroBatches
+from twinbed.runtime.optim.lamb import Lamb
+from twinbed.runtime.optim.norms import Holders
 from twinbed.runtime.stack import Stack, build_model
 
 CPU = torch.device("cpu")
@@ -51,6 +53,7 @@ COMM: dict[str, dict[str, Any]] = {
         "zero_quantized_weights": True,
         "zero_hpz_partition_size": None,
         "zero_quantized_gradients": True,
+        "gradient_bits": [8, 8],  # of 4 bits is most of so small a gradient's error
     },
 }
 Case = tuple[str, dict[str, Any], str, int, bool]  # name, parallel, comm, micro-batches, tied
@@ -219,28 +222,100 @@ def gradients() -> dict[str, Any]:
     return found
 
 
-def rows() -> dict[str, list[tuple[Any, ...]]]:
-    """Rows of one clipped step after a first one."""
-    found = {}
-    stages = int(sys.argv[5]) if len(sys.argv) > 5 else 2
-    for schedule in ("gpipe", "1f1b", "interleaved"):
-        if schedule == "interleaved" and stages == 4:
-            continue
-        for comm in ("ddp", "zero1", "zero3"):
-            keys = {"pipeline": stages, "pipeline_schedule": schedule}
-            keys |= {"virtual_stages": 2} if schedule == "interleaved" else {}
-            rank = Rank(keys, comm, micro_batches=4, tied=False)
-            for step in range(2):
-                rank.backward(step)
-                rank.engine.clip_gradients(1.0)
-                rank.finish()
-            found[f"{schedule} {comm}"] = [
+ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    f"{name} {comm}": (keys, comm)
+    for name, keys in (
+        ("2 gpipe", {"pipeline": 2, "pipeline_schedule": "gpipe"}),
+        ("2 1f1b", {"pipeline": 2}),
+        ("2 interleaved", {"pipeline": 2, "pipeline_schedule": "interleaved", "virtual_stages": 2}),
+        ("4 1f1b", {"pipeline": 4}),
+    )
+    for comm in ("ddp", "zero1", "zero3")
+}
+TIED = {"2 1f1b zero3"}
+
+
+def rows() -> dict[str, Any]:
+    """Of each case the rows of one clipped step after a first one, and what a validation sends."""
+    found: dict[str, Any] = {}
+    for name, (keys, comm) in ROWS.items():
+        rank = Rank(keys, comm, micro_batches=4, tied=name in TIED)
+        for step in range(2):
+            rank.backward(step)
+            rank.engine.clip_gradients(1.0)
+            rank.finish()
+        rank.ledger.at(iteration=2, phase="eval", layer="")
+        total = rank.engine.evaluate(MicroBatches(count=3, read=lambda index: tokens(9, index, 0)))
+        dist.all_reduce(total)
+        single = Single(micro_batches=4, replicas=rank.mesh.data, tied=name in TIED)
+        for step in range(2):
+            single.backward(step)
+            torch.nn.utils.clip_grad_norm_(single.model.parameters(), 1.0)
+            single.finish()
+        with torch.no_grad():
+            wanted = sum(float(single.model(*tokens(9, index, 0))) for index in range(3))
+        found[name] = (
+            keys,
+            comm,
+            name in TIED,
+            [
                 (r.stream, r.phase, r.layer, r.op, r.axis, r.group_size, r.payload_bytes)
                 for r in rank.ledger.rows
-                if r.iteration == 1
-            ]
-            rank.engine.close()
+                if r.iteration >= 1
+            ],
+            float(total[0]) / rank.mesh.data / wanted - 1,
+        )
+        rank.engine.close()
     return found
+
+
+def quantized() -> dict[str, Any]:
+    """ZeRO++ over replicas on two nodes: how far gradients are off, losses and what they should be, quantized rows."""
+    keys = {"pipeline": 2, "order": ["pipeline", "tensor", "sequence", "data"]}
+    found = {}
+    per_node = dist.get_world_size() // 2
+    for name, more in (
+        ("1f1b", {}),
+        ("interleaved", {"pipeline_schedule": "interleaved", "virtual_stages": 2}),
+    ):
+        rank = Rank(keys | more, "zeropp", micro_batches=4, tied=False, ranks_per_node=per_node)
+        single = Single(micro_batches=4, replicas=rank.mesh.data, tied=False)
+        losses, wanted, off = [], [], 0.0
+        for step in range(STEPS):
+            losses.append(float(rank.backward(step).mean()))
+            wanted.append(float(single.backward(step)[rank.replica].mean()))
+            if step == 0:
+                want, got = single.gradients(), rank.engine.full_gradients()
+                together = [torch.cat([x[key].flatten() for key in got]) for x in (got, want)]
+                off = error(*together)  # a bias's own gradient can be smaller than what it is summed up from
+            rank.finish()
+            single.finish()
+        small = {
+            (r.stream, r.axis, r.op)
+            for r in rank.ledger.rows
+            if r.wire_bytes < r.payload_bytes // 2 and r.op != "send"
+        }
+        found[name] = (off, losses, wanted, sorted(small), rank.engine.secondary_bytes())
+        rank.engine.close()
+    return found
+
+
+def holders() -> tuple[float, float]:
+    """LAMB on a matrix cut over the two ranks and a bias that both have: how far from one process with all of it."""
+    rank = dist.get_rank()
+    group = dist.group.WORLD
+    assert group is not None
+    whole = [torch.linspace(-1, 2, 24).view(6, 4), torch.linspace(1, 3, 8).view(2, 4)]
+    slopes = [torch.linspace(3, -2, 24).view(6, 4), torch.linspace(0.5, 2, 8).view(2, 4)]
+    cut = [torch.nn.Parameter(whole[0].chunk(2)[rank].clone()), torch.nn.Parameter(whole[1].clone())]
+    cut[0].grad, cut[1].grad = slopes[0].chunk(2)[rank].clone(), slopes[1].clone()
+    shares = {id(cut[0]): 1.0, id(cut[1]): 0.5}
+    Lamb(cut, lr=0.1, weight_decay=0.1, holders=Holders(group, shares)).step()
+    alone = [torch.nn.Parameter(x.clone()) for x in whole]
+    for parameter, slope in zip(alone, slopes, strict=True):
+        parameter.grad = slope
+    Lamb(alone, lr=0.1, weight_decay=0.1).step()
+    return error(cut[0].data, alone[0].data.chunk(2)[rank]), error(cut[1].data, alone[1].data)
 
 
 def main() -> None:
