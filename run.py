@@ -38,7 +38,13 @@ from twinbed.conf.compose import (
 from twinbed.conf.hints import hint
 from twinbed.conf.schema import ExperimentConf, Launch, Target
 from twinbed.policies.comm import CommPolicy, build_comm, describe_action, parse_event
-from twinbed.policies.layout import replicas_of
+from twinbed.policies.layout import (
+    ParallelLayout,
+    is_layer_event,
+    layout_of,
+    parse_layer_event,
+    replicas_of,
+)
 from twinbed.policies.offload import (
     OffloadPolicy,
     describe_offload_actions,
@@ -280,7 +286,10 @@ def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...],
         predicted = replace(composed, experiment=experiment, resolved=to_dict(experiment))
         write_simulation(predicted, policy, warnings, folder / "sim")
     sim = read_record(folder / "sim")
-    again = all(replays(policy, record, make_offload_policy(composed, policy)) for record in (sim, real))
+    layout = layout_of(composed.experiment, composed.spec)
+    again = all(
+        replays(policy, record, make_offload_policy(composed, policy), layout) for record in (sim, real)
+    )
     parity = compare_records(sim, real, replay_equal=again, void=void)
     write_parity(folder, parity)
     sys.stdout.write(f"{summary(sim)}\n{summary(real)}\n{_verdict(parity)}\nrecord: {folder}\n")

@@ -62,7 +62,8 @@ class GPT(Stack):
 
     def behind_blocks(self, x_BTD: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats per token, fp32."""
-        return self.loss(self.logits(x_BTD), targets)
+        loss: Tensor = self.loss(self.logits(x_BTD), targets)
+        return loss
 
     def embed(self, tokens_BT: Tensor, first: int = 0) -> Tensor:
         """What goes into the first block; the tokens stand at positions `first` and on."""
