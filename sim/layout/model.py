@@ -7,11 +7,13 @@ from math import prod
 
 from ...conf.model_spec import ModelSpec, Unit
 from ...conf.schema import ExperimentConf, Recompute
+from ...policies.comm import describe_action
 from ...policies.layout import (
     Direction,
     Kind,
     Layer,
     ParallelLayout,
+    describe_layer_event,
     layout_of,
 )
 from ...policies.mesh import Mesh
@@ -75,8 +77,12 @@ class LaidModel:
         self._parts: dict[str, _Part] = {}
         self._roots: dict[tuple[str, ...], Unit] = {}
         self._recomputes = experiment.recompute is Recompute.full
-        for event in self.layout.questions():
-            self.ask(event)
+
+    @cached_property
+    def decided(self) -> tuple[tuple[str, str], ...]:
+        """(event, action) of every distinct layer, which both targets ask at the begin of each step and validation."""
+        asked = [(event, self.layout.decide(event)) for event in self.layout.questions()]
+        return tuple((describe_layer_event(event), describe_action(plan)) for event, plan in asked)
 
     def steps(self, part: str, direction: Direction) -> tuple[LaidStep, ...]:
         """What a rank does for one unit, or for the root before or behind the blocks (`shapes.BEFORE`, ...)."""
