@@ -99,7 +99,7 @@ class LayoutEngine:
                 last = programs[rank] = known[kind]
             if rank == 0 and layout.stages * self._model.num_places == 1:
                 break
-        return Written(programs, [*self._model.decided(), *log], tuple(sorted(after)))
+        return Written(programs, [*self._model.decided, *log], tuple(sorted(after)))
 
     def _program(
         self, kind: "_Kind", actions: Sequence[Action], validation: bool, before: State

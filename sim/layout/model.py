@@ -78,10 +78,11 @@ class LaidModel:
         self._roots: dict[tuple[str, ...], Unit] = {}
         self._recomputes = experiment.recompute is Recompute.full
 
-    def decided(self) -> list[tuple[str, str]]:
-        """(event, action) of every layer, as a step begins with them."""
-        events = self.layout.questions()
-        return [(describe_layer_event(event), describe_action(self.layout.decide(event))) for event in events]
+    @cached_property
+    def decided(self) -> tuple[tuple[str, str], ...]:
+        """(event, action) of every distinct layer, which both targets ask at the begin of each step and validation."""
+        asked = [(event, self.layout.decide(event)) for event in self.layout.questions()]
+        return tuple((describe_layer_event(event), describe_action(plan)) for event, plan in asked)
 
     def steps(self, part: str, direction: Direction) -> tuple[LaidStep, ...]:
         """What a rank does for one unit, or for the root before or behind the blocks (`shapes.BEFORE`, ...)."""
