@@ -74,8 +74,8 @@ def _check_layout(experiment: ExperimentConf, spec: ModelSpec) -> None:
     ):
         raise ValueError(
             f"optimizer={experiment.optimizer.name} with comm.parameter_server=true and parallel.tensor="
-            f"{layout.tensor}: norms of whole parameters are summed over all ranks of a stage, of which the server's alone step; use "
-            "another comm, or optimizer=adamw or sgd"
+            f"{layout.tensor}: norms of whole parameters are summed over all ranks of a stage, of which the server's "
+            "alone step; use another comm, or optimizer=adamw or sgd"
         )
     if layout.stages > 1 and experiment.comm.overlap and experiment.cluster.backend is Backend.gloo:
         raise ValueError(

@@ -87,10 +87,9 @@ def test_zeropp_over_replicas_on_two_nodes(launch_ranks):
     found = launch_ranks("ranks_pipeline", "quantized", 8)
     for rank in range(8):
         for name, (off, losses, wanted, small, secondary) in found[rank].items():
-            assert 1e-4 < off < 0.1, f"{name}: gradients are of 8 bits"
+            assert 1e-4 < off < 0.2, f"{name}: weights and gradients are of 8 bits"
             assert losses[0] == pytest.approx(wanted[0], rel=2e-3)  # weights of 8 bits
-            assert losses[-1] < losses[0]
-            assert losses == pytest.approx(wanted, rel=0.05)
+            assert losses == pytest.approx(wanted, rel=0.01)
             axes = {(stream, axis) for stream, axis, _ in small}
             assert {("gather", "replicas"), ("reduce", "replicas_local"), ("reduce", "replicas_node")} <= axes
             assert secondary > 0
