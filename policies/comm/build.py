@@ -38,13 +38,16 @@ def build_comm(conf: CommConf, *, num_ranks: int, ranks_per_node: int) -> tuple[
                 f"gathers leave the node; use {ranks_per_node}"
             )
     path = conf.gradient_path if conf.zero_quantized_gradients else None
+    if num_ranks == 1:
+        path, hpz_size = None, 1
+        warnings = [f"comm={conf.name} moves nothing: one rank holds all of its part of the model"]
     if path is not None and num_ranks == ranks_per_node:
         warnings.append(
             "comm.zero_quantized_gradients has no effect on one node: gradients are reduce-scattered "
             "unquantized, as DeepSpeed does"
         )
         path = None
-    if path is None or path is GradientPath.ring:
+    if num_ranks > 1 and (path is None or path is GradientPath.ring):
         why = "gradients are not quantized" if path is None else "a ring is not cut, and fuses at each hop"
         changed = {"gradient_chunks": conf.gradient_chunks != 1, "fused_kernels": not conf.fused_kernels}
         warnings += [
