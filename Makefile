@@ -25,7 +25,7 @@ lint: install
 	cd .lint && ../$(BIN)/lint-imports --config ../pyproject.toml
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python tests/run_all.py
 
 bench: install
 	$(BIN)/python benchmarks/bench.py
