@@ -2,7 +2,7 @@
 
     python tests/run_all.py [arguments of pytest]
 
-What both print comes in order: first of those with ranks, as they go on, then of the others. Exits with 1 if either fails.
+What both print comes in order: first of those with ranks, as they go on, then of the others. Exits with 1 if one fails.
 """
 
 import subprocess
