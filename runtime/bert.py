@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..conf.model_spec import ModelSpec
-from .leaves import AttentionCore, CrossEntropy, Positions, TiedHead, split_heads
+from .leaves import AttentionCore, CrossEntropy, Positions, TiedHead, TokenTypes, split_heads
 from .stack import PacedBlock, Stack
 
 _NORM_EPS: Final = 1e-12  # of the released code and of transformers
@@ -78,12 +78,12 @@ class _Embeddings(nn.Module):
         spec = model.spec
         self.word_embeddings = nn.Embedding(spec.vocab, spec.hidden)
         self.position_embeddings = Positions(spec.sequence, spec.hidden)
-        self.token_type_embeddings = nn.Embedding(spec.token_types, spec.hidden)
+        self.token_type_embeddings = TokenTypes(spec.token_types, spec.hidden)
         self.LayerNorm = nn.LayerNorm(spec.hidden, eps=_NORM_EPS)
         self.drop = model.make_dropout("embedding")
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        x_BTD = self.word_embeddings(tokens_BT) + self.token_type_embeddings(torch.zeros_like(tokens_BT))
+        x_BTD = self.token_type_embeddings(self.word_embeddings(tokens_BT))
         embedded_BTD: Tensor = self.drop(self.LayerNorm(self.position_embeddings(x_BTD)))
         return embedded_BTD
 

@@ -15,10 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..conf.schema import Backend
+from ..policies.wire import binomial_children
 from .groups import Group
 from .ring import Codec, ring_reduce_scatter
 
-_ALL_TO_ALL_TAG = 1_000  # apart from the ring's, which are 0, 1, 2, ...
+# Apart from the ring's, which are 0, 1, 2, ...
+_ALL_TO_ALL_TAG = 1_000
+_TREE_TAG = 1_001
+_SHIFT_TAG = 1_002  # and on: one a message
 
 
 class Pending(Protocol):
@@ -49,8 +53,10 @@ class Collectives(Protocol):
         """The k-th of the g - 1 `sends` goes to the k-th peer (this rank left out); so for `receives`."""
         ...
 
-    def all_reduce(self, group: Group, x: Tensor, *, later: bool = False) -> Pending | None:
-        """Sum, in place."""
+    def all_reduce(
+        self, group: Group, x: Tensor, *, largest: bool = False, later: bool = False
+    ) -> Pending | None:
+        """Sum, or the largest of each element, in place."""
         ...
 
     def broadcast(self, group: Group, x: Tensor, root: int, *, later: bool = False) -> Pending | None:
@@ -61,6 +67,22 @@ class Collectives(Protocol):
         """Sum, in place at `root`; what the others hold afterwards is undefined."""
         ...
 
+    def reduce_tree(self, group: Group, x: Tensor, root: int) -> None:
+        """As `reduce`, up the mirror image of a broadcast's binomial tree where the backend leaves us the choice."""
+        ...
+
+    def shift(
+        self,
+        group: Group,
+        sends: Sequence[Tensor],
+        receives: Sequence[Tensor],
+        by: int,
+        *,
+        later: bool = False,
+    ) -> Pending | None:
+        """Messages to the rank `by` places further in the group, and as many from the one as far before; a ring."""
+        ...
+
 
 class _Library:
     """What both backends take from torch.distributed."""
@@ -69,8 +91,11 @@ class _Library:
         work: dist.Work | None = dist.all_gather_single(out, x, group=group.handle, async_op=later)
         return work
 
-    def all_reduce(self, group: Group, x: Tensor, *, later: bool = False) -> Pending | None:
-        work: dist.Work | None = dist.all_reduce(x, group=group.handle, async_op=later)
+    def all_reduce(
+        self, group: Group, x: Tensor, *, largest: bool = False, later: bool = False
+    ) -> Pending | None:
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        work: dist.Work | None = dist.all_reduce(x, op, group=group.handle, async_op=later)
         return work
 
     def broadcast(self, group: Group, x: Tensor, root: int, *, later: bool = False) -> Pending | None:
@@ -103,11 +128,44 @@ class Gloo(_Library):
         waiting += [
             _started(dist.isend(sends[k], peers[k], group=group.handle, tag=_ALL_TO_ALL_TAG)) for k in order
         ]
-        posted = _Posted(waiting, (*sends, *receives))
-        if later:
-            return posted
-        posted.wait()
-        return None
+        return _Posted(waiting, (*sends, *receives)).or_wait(later=later)
+
+    def reduce_tree(self, group: Group, x: Tensor, root: int) -> None:
+        me, size = group.ranks[group.index], group.size
+        children = binomial_children(group.ranks, group.ranks[root], me)
+        arrived = list(x.new_empty(len(children), x.numel()))
+        receives = [
+            _started(dist.irecv(row, child, group=group.handle, tag=_TREE_TAG))
+            for row, child in zip(arrived, children, strict=True)
+        ]
+        # The last child of a broadcast has the smallest tree beneath it, and so is ready first.
+        for row, receive in zip(reversed(arrived), reversed(receives), strict=True):
+            receive.wait()
+            x.view(-1).add_(row)
+        place = (group.index - root) % size
+        if place:
+            parent = group.ranks[(place - (1 << (place.bit_length() - 1)) + root) % size]
+            _started(dist.isend(x, parent, group=group.handle, tag=_TREE_TAG)).wait()
+
+    def shift(
+        self,
+        group: Group,
+        sends: Sequence[Tensor],
+        receives: Sequence[Tensor],
+        by: int,
+        *,
+        later: bool = False,
+    ) -> Pending | None:
+        after, before = _neighbours(group, by)
+        waiting = [
+            _started(dist.irecv(buffer, before, group=group.handle, tag=_SHIFT_TAG + i))
+            for i, buffer in enumerate(receives)
+        ]
+        waiting += [
+            _started(dist.isend(message, after, group=group.handle, tag=_SHIFT_TAG + i))
+            for i, message in enumerate(sends)
+        ]
+        return _Posted(waiting, (*sends, *receives)).or_wait(later=later)
 
 
 class Nccl(_Library):
@@ -130,6 +188,23 @@ class Nccl(_Library):
         work: dist.Work | None = dist.all_to_all(outs, ins, group=group.handle, async_op=later)
         return work
 
+    def reduce_tree(self, group: Group, x: Tensor, root: int) -> None:
+        self.reduce(group, x, root)
+
+    def shift(
+        self,
+        group: Group,
+        sends: Sequence[Tensor],
+        receives: Sequence[Tensor],
+        by: int,
+        *,
+        later: bool = False,
+    ) -> Pending | None:
+        after, before = _neighbours(group, by)
+        ops = [dist.P2POp(dist.isend, message, after, group.handle) for message in sends]
+        ops += [dist.P2POp(dist.irecv, buffer, before, group.handle) for buffer in receives]
+        return _Posted(dist.batch_isend_irecv(ops), (*sends, *receives)).or_wait(later=later)
+
 
 @dataclass(frozen=True, slots=True)
 class _Posted:
@@ -142,6 +217,13 @@ class _Posted:
         for work in self.works:
             work.wait()
 
+    def or_wait(self, *, later: bool) -> "_Posted | None":
+        """What a collective returns that may be waited for `later`."""
+        if later:
+            return self
+        self.wait()
+        return None
+
 
 def build_collectives(backend: Backend) -> Collectives:
     """Those of a backend."""
@@ -151,6 +233,11 @@ def build_collectives(backend: Backend) -> Collectives:
 def backend_of(device: torch.device) -> Backend:
     """What serves tensors of `device`."""
     return Backend.nccl if device.type == "cuda" else Backend.gloo
+
+
+def _neighbours(group: Group, by: int) -> tuple[int, int]:
+    """The ranks to send to and to receive from."""
+    return group.ranks[(group.index + by) % group.size], group.ranks[(group.index - by) % group.size]
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..policies.mesh import HPZ, LOCAL, NODE, WORLD, Mesh
+from ..policies.mesh import HPZ, LOCAL, NODE, OF_REPLICAS, REPLICAS, WORLD, Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Groups:
             tuple(range(world)): dist.group.WORLD if world > 1 else None
         }
         self._groups: dict[str, Group] = {}
-        for axis in (WORLD, LOCAL, NODE, HPZ):
+        for axis in _axes(mesh):
             for ranks in mesh.groups(axis):  # every rank makes every group, in this order
                 if ranks not in handles:
                     handles[ranks] = dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
@@ -58,6 +58,26 @@ class Groups:
         if axis not in self._groups:
             raise ValueError(f"axis={axis!r} is not on the mesh; use one of {list(self._groups)}")
         return self._groups[axis]
+
+    def of_replicas(self) -> "Groups":
+        """What a communication policy's plans are carried out on: its axes are groups of the ranks that hold the same
+        part of the model, `mesh` and `rank` number these from 0. Groups keep the names of their own axes ("replicas",
+        "replicas_local", ...). The same object if every rank holds all of the model.
+        """
+        if self.mesh.is_plain:
+            return self
+        view = object.__new__(Groups)
+        view.mesh = self.mesh.of_replicas()
+        view.rank = self.mesh.index(REPLICAS, self.rank)
+        view._groups = {axis: self._groups[of] for axis, of in OF_REPLICAS.items()}
+        return view
+
+
+def _axes(mesh: Mesh) -> tuple[str, ...]:
+    """Those of which groups are made."""
+    if mesh.is_plain:
+        return mesh.axes  # the four of a communication policy, and others that are equal to them or of one rank
+    return (WORLD, *(axis for axis in mesh.axes if axis not in (WORLD, LOCAL, NODE, HPZ)))
 
 
 def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:

@@ -11,48 +11,85 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
-class Positions(nn.Module):
-    """Adds to each token the row of a table that belongs to its position.
+class Table(nn.Module):
+    """Adds to each token a row of a table.
 
     Attributes:
         token_index: [T] int64, the positions of the tokens that are here; None: 0 to T - 1.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.token_index: Tensor | None = None
+
+    def table(self) -> Tensor:
+        """[S, D]."""
+        raise NotImplementedError
+
+    def rows(self, x_BTD: Tensor, first: int = 0) -> Tensor:
+        """[T] int64, those of the tokens that are here."""
+        return _index(self.token_index, x_BTD, dim=1, first=first)
+
+    def forward(self, x_BTD: Tensor, first: int = 0) -> Tensor:
+        """x + rows; without `token_index` the tokens stand at positions `first` and on."""
+        x_BTD = x_BTD + functional.embedding(self.rows(x_BTD, first), self.table())
+        return x_BTD
+
+
+class Positions(Table):
+    """Adds to each token the row of a table that belongs to its position."""
+
     def __init__(self, num_positions: int, hidden: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_positions, hidden))
         nn.init.normal_(self.weight)
-        self.token_index: Tensor | None = None
 
     def table(self) -> Tensor:
-        """[S, D]."""
         return self.weight
 
-    def forward(self, x_BTD: Tensor, first: int = 0) -> Tensor:
-        """x + rows; without `token_index` the tokens stand at positions `first` and on."""
-        index_T = _index(self.token_index, x_BTD, dim=1, first=first)
-        x_BTD = x_BTD + functional.embedding(index_T, self.table())
-        return x_BTD
+
+class TokenTypes(Positions):
+    """Adds to each token the row of its type, which is 0."""
+
+    def rows(self, x_BTD: Tensor, first: int = 0) -> Tensor:
+        return torch.zeros(x_BTD.shape[1], dtype=torch.int64, device=x_BTD.device)
 
 
-class PositionsOf(nn.Module):
+class PositionsOf(Table):
     """As `Positions`, with a table that is a parameter of another module, [1, S, D], under that module's name."""
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         super().__init__()
-        self._owner = (owner,)  # in a tuple, so that torch does not register its parameters here too
-        self._name = name
-        self.token_index: Tensor | None = None
+        self.owned = Owned(owner, name)
 
     def table(self) -> Tensor:
-        """[S, D]."""
-        table_1SD: Tensor = getattr(self._owner[0], self._name)
-        return table_1SD[0]
+        return self.owned.tensor[0]
+
+
+class FirstToken(nn.Module):
+    """Puts a learned token before all others: a parameter of another module, [1, 1, D], under that module's name."""
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        super().__init__()
+        self.owned = Owned(owner, name)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        index_T = _index(self.token_index, x_BTD, dim=1)
-        x_BTD = x_BTD + functional.embedding(index_T, self.table())
-        return x_BTD
+        """[B, T + 1, D]."""
+        return torch.cat([self.owned.tensor.expand(len(x_BTD), -1, -1), x_BTD], dim=1)
+
+
+class Owned:
+    """A parameter that another module has, looked for anew each time: it may have been replaced. It is not registered
+    with whoever uses it.
+    """
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    @property
+    def tensor(self) -> Tensor:
+        found: Tensor = getattr(self.owner, self.name)
+        return found
 
 
 class Rotary(nn.Module):
@@ -128,23 +165,23 @@ class TiedHead(nn.Module):
         return self._owner[0].get_submodule(self._path)
 
     @property
-    def bias(self) -> Tensor | None:
+    def owned_bias(self) -> Owned | None:
         """[V]."""
         if self._bias is None:
             return None
         where, _, name = self._bias.rpartition(".")
-        bias_V: Tensor = getattr(self._owner[0].get_submodule(where), name)
-        return bias_V
+        return Owned(self._owner[0].get_submodule(where), name)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """[B, T, V]."""
         weight_VD = self.embedding.weight
         assert isinstance(weight_VD, Tensor)
-        return functional.linear(x_BTD, weight_VD, self.bias)
+        bias = self.owned_bias
+        return functional.linear(x_BTD, weight_VD, None if bias is None else bias.tensor)
 
 
 class CrossEntropy(nn.Module):
-    """Mean cross-entropy in nats over the targets that are not -100 (torch's ignore_index), in fp32.
+    """Mean cross-entropy in nats over the targets that are not -100 (torch's ignore_index), in fp32, or fp64 of fp64.
 
     Args:
         over_all: Divide by the number of all targets, so that ignored ones count as 0. Without it the loss of targets
@@ -153,12 +190,13 @@ class CrossEntropy(nn.Module):
 
     def __init__(self, *, over_all: bool = False) -> None:
         super().__init__()
-        self._over_all = over_all
+        self.over_all = over_all
 
     def forward(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         """One number. Logits may have any leading sizes; the targets have the same."""
-        logits_NV, targets_N = logits_BTV.float().flatten(0, -2), targets_BT.flatten()
-        if not self._over_all:
+        logits_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
+        logits_NV, targets_N = logits_BTV.flatten(0, -2), targets_BT.flatten()
+        if not self.over_all:
             return functional.cross_entropy(logits_NV, targets_N)
         total = functional.cross_entropy(logits_NV, targets_N, reduction="sum")
         return total / len(targets_N)

@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 
 from ..analysis.record import Decision, LedgerRow, Span
 from ..policies.comm import CommEvent, describe_action, describe_event
-from ..policies.mesh import HPZ, LOCAL, NODE, WORLD, Mesh
+from ..policies.mesh import HPZ, LOCAL, NODE, OF_REPLICAS, REPLICAS, WORLD, Mesh
 from ..policies.offload import (
     OffloadAction,
     OffloadEvent,
@@ -75,9 +75,8 @@ class Ledger:
         self._local = (
             threading.local()
         )  # .labels: of a thread that works for an earlier time; .scope: open row
-        self._axes = {
-            mesh.group(axis, rank): axis for axis in (HPZ, NODE, LOCAL, WORLD)
-        }  # groups of equal ranks: the last name wins
+        # Of library rows. Groups of equal ranks: the last name wins
+        self._axes = {mesh.group(axis, rank): axis for axis in _named(mesh)}
 
     # ---- labels
 
@@ -131,12 +130,12 @@ class Ledger:
         """A `with` block: all that this thread sends inside is one row, and one span.
 
         Args:
-            op: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast or reduce.
+            op: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, reduce, reduce_tree or send.
             axis: Mesh axis, and `group` its ranks.
             payload_bytes: The whole logical tensor before quantization.
             stream: The plan's.
             layer: The unit.
-            later: The block only starts it; it has ended when `over` is called.
+            later: The block only starts it; it has ended when `over` is called. Its row has the place of its start.
         """
         return Collecting(self, op, axis, len(group), payload_bytes, stream, layer, later=later)
 
@@ -173,7 +172,7 @@ class Ledger:
 
     @property
     def rows(self) -> list[LedgerRow]:
-        """All collectives so far, in the order in which they ended."""
+        """All collectives so far, in the order in which they were issued."""
         return [LedgerRow(*row) for row in self._rows]
 
     @property
@@ -201,6 +200,14 @@ class Ledger:
         self._local.scope = scope
 
 
+def _named(mesh: Mesh) -> tuple[str, ...]:
+    """Axes by which groups are called, the weightiest name last."""
+    if mesh.is_plain:
+        return (HPZ, NODE, LOCAL, WORLD)
+    replicas = tuple(OF_REPLICAS[axis] for axis in (HPZ, NODE, LOCAL))
+    return (*(name for name, _ in mesh.dims), *replicas, REPLICAS, WORLD)
+
+
 def _describe(event: _Event, answer: _Answer) -> tuple[str, str]:
     if isinstance(answer, tuple):
         return describe_offload_event(cast(OffloadEvent, event)), describe_offload_actions(answer)
@@ -212,6 +219,7 @@ class Collecting:
 
     __slots__ = (
         "_axis",
+        "_counts",
         "_group_size",
         "_later",
         "_layer",
@@ -258,19 +266,24 @@ class Collecting:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ledger.open_scope = _open.ledger = None
-        if kind is None and not self._later:
+        if kind is not None:
+            return
+        ledger = self._ledger
+        labels = ledger.labels
+        self._counts = labels.phase != SETUP
+        if self._counts:
+            where = (ledger.rank, self._stream, labels.iteration, labels.phase, self._layer)
+            sizes = (self._payload_bytes, self.wire_bytes, self.inter_node_bytes)
+            ledger._rows.append((*where, self._op, self._axis, self._group_size, *sizes))
+        if not self._later:
             self.over()
 
     def over(self) -> None:
-        """It has ended: write its row and its span."""
+        """It has ended: write its span."""
         end_ns = time.monotonic_ns()
-        ledger = self._ledger
-        labels = ledger.labels
-        if labels.phase == SETUP:
+        if not self._counts:
             return
-        where = (ledger.rank, self._stream, labels.iteration, labels.phase, self._layer)
-        sizes = (self._payload_bytes, self.wire_bytes, self.inter_node_bytes)
-        ledger._rows.append((*where, self._op, self._axis, self._group_size, *sizes))
+        ledger = self._ledger
         name = f"{self._op} {self._layer}".rstrip()
         ledger._spans.append((ledger.rank, self._stream, name, self._start_ns, end_ns, self.wire_bytes))
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..conf.model_spec import ModelSpec
-from .leaves import AttentionCore, CrossEntropy, PositionsOf, split_heads
+from .leaves import AttentionCore, CrossEntropy, FirstToken, PositionsOf, split_heads
 from .stack import PacedBlock, Stack
 
 
@@ -66,7 +66,7 @@ class ViT(Stack):
         """Cross-entropy in nats, fp32: summed over the images that have a class, and divided by B."""
         images_BCHW = images_BCHW.to(self.classifier.weight.dtype)
         x_BTD = self.through_blocks(self.vit.embeddings(images_BCHW))
-        logits_BK = self.classifier(self.vit.layernorm(x_BTD)[:, 0]).float()
+        logits_BK = self.classifier(self.vit.layernorm(x_BTD)[:, 0])
         if not torch.is_grad_enabled():
             self.num_right = (logits_BK.argmax(-1) == labels_B).sum()
         return self.head_ends(self.loss(logits_BK, labels_B))
@@ -89,13 +89,12 @@ class _Embeddings(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, spec.hidden))
         self.position_embeddings = nn.Parameter(torch.zeros(1, spec.sequence, spec.hidden))
         self.patch_embeddings = _Patches(spec)
+        self.class_token = FirstToken(self, "cls_token")
         self.positions = PositionsOf(self, "position_embeddings")
         self.drop = model.make_dropout("embedding")
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        patches_BPD = self.patch_embeddings(images_BCHW)
-        token_B1D = self.cls_token.expand(len(patches_BPD), -1, -1)
-        tokens_BTD: Tensor = self.drop(self.positions(torch.cat([token_B1D, patches_BPD], dim=1)))
+        tokens_BTD: Tensor = self.drop(self.positions(self.class_token(self.patch_embeddings(images_BCHW))))
         return tokens_BTD
 
 

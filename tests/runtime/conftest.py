@@ -14,8 +14,11 @@ Launch = Callable[..., list[Any]]
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Launch:
-    """launch(script, case, world) runs `script.py case` on each rank; what its function returned, by rank."""
+def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Launch:
+    """launch(script, case, world) runs `script.py case`, beside the test's file, on each rank; what its function
+    returned, by rank.
+    """
+    folder = request.path.parent
 
     def run(script: str, case: str, world: int, timeout_s: float = 180.0) -> list[Any]:
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
@@ -26,7 +29,7 @@ def launch(tmp_path: Path) -> Launch:
                     sys.executable,
                     "-W",
                     "ignore::FutureWarning",
-                    str(Path(__file__).with_name(f"{script}.py")),
+                    str(folder / f"{script}.py"),
                     case,
                     str(rank),
                     str(world),

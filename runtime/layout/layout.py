@@ -1,0 +1,292 @@
+"""A model of ours laid out over ranks: each parameter becomes this rank's part of it, each layer runs its plans.
+
+Modules keep their types, and parameters their names.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ...policies.layout import Direction, ParallelLayout
+from ...policies.layout.border import Border, num_parts
+from ...policies.layout.layers import Kind, Layer
+from ...policies.mesh import Mesh
+from ..collectives import Collectives
+from ..dropout import Dropout
+from ..groups import Groups
+from ..leaves import CrossEntropy, FirstToken, Owned, PositionsOf, Rotary, Table, TiedHead
+from ..ledger import Ledger
+from ..stack import Stack
+from .autograd import Program
+from .functions import Context, first_rows
+from .interpreter import LayerInterpreter
+from .modules import Planned, PlannedCore, PlannedLoss, PlannedPositions, Source, Together, replace_call
+from .parameters import Placed, gather_wholes
+from .tokens import border_index, token_index
+
+_NORMS = (Kind.layer_norm, Kind.rms_norm)
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """What became of a model's parameters.
+
+    Args:
+        placed: Of those that are cut, by their names in the model.
+    """
+
+    model: nn.Module
+    placed: Mapping[str, Placed]
+    groups: Groups
+    collectives: Collectives
+
+    def wholes(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The whole of each of the tensors that lie like the parameters of these names; a collective."""
+        return gather_wholes(tensors, self.placed, self.groups, self.collectives)
+
+    def gather_parameters(self) -> dict[str, Tensor]:
+        """Every parameter of this stage, whole; a collective."""
+        return self.wholes({name: parameter.detach() for name, parameter in self.model.named_parameters()})
+
+    def gather_gradients(self) -> dict[str, Tensor]:
+        """As `gather_parameters`, of the gradients; those that are None are left out, and must be on all ranks."""
+        found = {name: parameter.grad for name, parameter in self.model.named_parameters()}
+        return self.wholes({name: gradient for name, gradient in found.items() if gradient is not None})
+
+    @torch.no_grad()
+    def scatter(self, wholes: Mapping[str, Tensor]) -> None:
+        """Write this rank's part of each whole into the parameter of its name; others stay as they are."""
+        mesh, rank = self.groups.mesh, self.groups.rank
+        for name, parameter in self.model.named_parameters():
+            if name in wholes:
+                placed = self.placed.get(name)
+                whole = wholes[name]
+                parameter.copy_(whole if placed is None else placed.local_part(whole, mesh, rank))
+
+
+def lay_out(
+    model: Stack,
+    layout: ParallelLayout,
+    *,
+    groups: Groups,
+    ledger: Ledger,
+    collectives: Collectives,
+    micro: int,
+    sequence: int,
+    stage: int = 0,
+    chunk: int = 0,
+) -> LaidOut:
+    """Change `model` in place. No communication: every rank cuts its part from the whole weights that it has.
+
+    Args:
+        model: With its first weights, the same on all ranks.
+        micro: Sequences of a micro-batch, of one replica of the model.
+        sequence: Tokens of a whole sequence, as the model's blocks have them.
+        stage, chunk: Whose layers the model has; others are not looked at.
+
+    Raises:
+        ValueError: If the model has no module that a layer names.
+    """
+    return _LayingOut(
+        model, layout, groups, LayerInterpreter(groups, ledger, collectives), micro, sequence
+    ).all(stage, chunk)
+
+
+@dataclass(slots=True)
+class _LayingOut:
+    model: Stack
+    layout: ParallelLayout
+    groups: Groups
+    interpreter: LayerInterpreter
+    micro: int
+    sequence: int
+
+    def all(self, stage: int, chunk: int) -> LaidOut:
+        units = self.model.units()
+        names = {
+            (id(module), name): f"{path}.{name}" if path else name
+            for path, module in self.model.named_modules()
+            for name in module._parameters
+        }
+        placed: dict[str, Placed] = {}
+        for unit, layers in self.layout.units(stage, chunk):
+            if unit not in units:
+                raise ValueError(f"stage {stage} has {unit!r}, which the model lacks; it has {list(units)}")
+            for layer in layers:
+                for each in (layer, *layer.others):
+                    for owned, cut in self._cuts(units[unit], layer, each):
+                        name = names[id(owned.owner), owned.name]
+                        placed[name] = cut
+                        self._replace(owned, cut)
+        for unit, layers in self.layout.units(stage, chunk):
+            for layer in layers:
+                self._plan(unit, units[unit], layer)
+        self._tell_places()
+        return LaidOut(self.model, placed, self.groups, self.interpreter.collectives)
+
+    # ---- parameters
+
+    def _cuts(self, unit: nn.Module, layer: Layer, each: Layer) -> Iterator[tuple[Owned, Placed]]:
+        """Parameters of a layer (or of one of its `others`) that are cut, and not another layer's."""
+        cuts = self.layout.parameter_cuts(replace(each, input=layer.input, output=layer.output))
+        for operand, owned in _parameters(unit, each).items():
+            if operand == "weight" and layer.shares:
+                continue
+            cut, shape = cuts[operand], tuple(owned.tensor.shape)
+            if layer.kind in (Kind.positions, Kind.first_token):  # cut in their last dimension
+                cut = replace(cut, dims=((),) * (len(shape) - 1) + (cut.dims[-1],))
+            padded = shape
+            if layer.kind is Kind.embedding:
+                padded = (layer.features_in, *shape[1:])
+            elif layer.kind in (Kind.linear, Kind.tied):
+                padded = (each.features_out, *shape[1:])
+            if num_parts(self.mesh, cut.axes) > 1 or padded != shape:
+                yield owned, Placed(shape, padded, cut)
+
+    def _replace(self, owned: Owned, placed: Placed) -> None:
+        whole = owned.tensor
+        part = placed.local_part(whole.detach(), self.mesh, self.groups.rank)
+        module = owned.owner
+        module._parameters[owned.name] = nn.Parameter(part, requires_grad=whole.requires_grad)
+        if isinstance(module, nn.Linear) and owned.name == "weight":
+            module.out_features, module.in_features = part.shape
+        if isinstance(module, nn.Embedding):
+            module.num_embeddings, module.embedding_dim = part.shape
+
+    # ---- plans
+
+    def _plan(self, unit: str, module: nn.Module, layer: Layer) -> None:
+        forward = self.layout.decide(layer.runs(Direction.forward))
+        backward = self.layout.decide(layer.runs(Direction.backward))
+        if forward is None or backward is None:
+            return
+        target = _module(module, layer)
+        members = (layer, *layer.others)
+        found = [_parameters(module, each) for each in members]
+        operands = tuple(found[0])
+        program = Program(
+            interpreter=self.interpreter,
+            forward=forward,
+            backward=backward,
+            label=f"{unit}.{layer.path}",
+            context=self._context(target),
+            inputs=(*_INPUTS.get(layer.kind, ("x",)), *(name for name in operands for _ in members)),
+            output="loss" if layer.kind is Kind.loss else "y",
+            widths=self._widths(layer),
+            runs=self._runs(layer),
+        )
+        sources: list[Source] = [_source(each[name]) for name in operands for each in found]
+        if layer.others:
+            together = Together(program, sources, program.label)
+            for place, each in enumerate(members):
+                replace_call(module.get_submodule(each.path), together.member(place))
+            return
+        match layer.kind:
+            case Kind.attention:
+                replace_call(target, PlannedCore(program))
+            case Kind.loss:
+                replace_call(target, PlannedLoss(program))
+            case Kind.positions:
+                replace_call(target, PlannedPositions(program, sources))
+            case _:
+                replace_call(target, Planned(program, sources))
+
+    def _context(self, module: nn.Module) -> Context:
+        eps = getattr(module, "eps", None)
+        return Context(
+            mesh=self.mesh,
+            rank=self.groups.rank,
+            eps=float(eps) if eps is not None else 0.0,
+            rows=module.rows if isinstance(module, Table) else first_rows,
+            over_all=module.over_all if isinstance(module, CrossEntropy) else False,
+        )
+
+    def _widths(self, layer: Layer) -> tuple[int, ...]:
+        """Features that are here of each part of the output."""
+        widths = layer.sections
+        if layer.others:
+            widths = tuple(each.features_out for each in (layer, *layer.others))
+        parts = num_parts(self.mesh, layer.output.features)
+        return tuple(width // parts for width in widths)
+
+    def _runs(self, layer: Layer) -> int:
+        """A matrix that is cut further than its output is gathered before the product, and its parts' shares of
+        queries, keys and values come in as many runs.
+        """
+        if not layer.sections and not layer.others:
+            return 1
+        weight = self.layout.parameter_cuts(layer)["weight"]
+        return weight.parts(self.mesh, 0) // num_parts(self.mesh, layer.output.features)
+
+    # ---- places
+
+    def _tell_places(self) -> None:
+        """Tell positions and dropouts which sequences, tokens and features are here."""
+        mesh, rank = self.mesh, self.groups.rank
+        outer = self.layout.mode.outer if self.layout.tensor > 1 else Border()
+        batch_B, tokens_T, features_D = border_index(
+            self.layout,
+            mesh,
+            rank,
+            outer,
+            batch=self.micro,
+            tokens=self.sequence,
+            features=self.model.spec.hidden,
+        )
+        within_T = token_index(self.layout, mesh, rank, self.sequence)  # between a pair of products
+        for module in self.model.modules():
+            if isinstance(module, Dropout):
+                module.batch_index, module.token_index, module.feature_index = batch_B, tokens_T, features_D
+            elif isinstance(module, Table) and (outer.tokens or self.layout.sequence > 1):
+                module.token_index = tokens_T
+            elif isinstance(module, Rotary) and self.layout.sequence > 1:
+                module.token_index = within_T
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.groups.mesh
+
+
+_INPUTS: Mapping[Kind, tuple[str, ...]] = {
+    Kind.embedding: ("ids",),
+    Kind.patches: ("images",),
+    Kind.attention: ("q", "k", "v"),
+    Kind.loss: ("logits", "targets"),
+}
+
+
+def _module(unit: nn.Module, layer: Layer) -> nn.Module:
+    """Whose call is the layer: the module of its path, or the one that uses the parameter of that path."""
+    where, _, name = layer.path.rpartition(".")
+    parent = unit.get_submodule(where)
+    if layer.kind is Kind.patches:
+        return parent  # it puts what its convolution gives in order
+    if name in parent._parameters:
+        for module in unit.modules():
+            if isinstance(module, PositionsOf | FirstToken) and module.owned.owner is parent:
+                if module.owned.name == name:
+                    return module
+        raise ValueError(f"{layer.path!r} is a parameter that no module says it uses")
+    return unit.get_submodule(layer.path)
+
+
+def _parameters(unit: nn.Module, layer: Layer) -> dict[str, Owned]:
+    """Of each operand of the plans, the parameter."""
+    if layer.kind in (Kind.attention, Kind.loss, Kind.local):
+        return {}
+    if layer.kind is Kind.patches:
+        module = unit.get_submodule(layer.path)
+    else:
+        module = _module(unit, layer)
+    if isinstance(module, PositionsOf | FirstToken):
+        return {"weight": module.owned}
+    if isinstance(module, TiedHead):
+        bias = module.owned_bias
+        return {"weight": Owned(module.embedding, "weight")} | ({} if bias is None else {"bias": bias})
+    return {name: Owned(module, name) for name, held in module._parameters.items() if held is not None}
+
+
+def _source(owned: Owned) -> Source:
+    return lambda: owned.tensor
