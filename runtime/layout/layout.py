@@ -16,7 +16,7 @@ from ...policies.mesh import Mesh
 from ..collectives import Collectives
 from ..dropout import Dropout
 from ..groups import Groups
-from ..leaves import CrossEntropy, FirstToken, Owned, PositionsOf, Rotary, Table, TiedHead
+from ..leaves import ByPosition, CrossEntropy, FirstToken, Owned, PositionsOf, Table, TiedHead
 from ..ledger import Ledger
 from ..stack import Stack
 from .autograd import Program
@@ -94,6 +94,31 @@ def lay_out(
     ).all(stage, chunk)
 
 
+def tell_places(
+    model: Stack, layout: ParallelLayout, mesh: Mesh, rank: int, *, micro: int, sequence: int
+) -> None:
+    """Tell positions and dropouts of a model that is laid out which sequences, tokens and features are here.
+
+    To be told anew before a forward of other sizes.
+
+    Args:
+        micro, sequence: As of `lay_out`.
+    """
+    outer = layout.mode.outer if layout.tensor > 1 else Border()
+    batch_B, tokens_T, features_D = border_index(
+        layout, mesh, rank, outer, batch=micro, tokens=sequence, features=model.spec.hidden
+    )
+    within_T = token_index(layout, mesh, rank, sequence)  # between a pair of products
+    shared = bool(outer.tokens) or layout.sequence > 1
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.batch_index, module.token_index, module.feature_index = batch_B, tokens_T, features_D
+        elif isinstance(module, Table) and shared:
+            module.token_index = tokens_T
+        elif isinstance(module, ByPosition) and shared:
+            module.token_index = within_T
+
+
 @dataclass(slots=True)
 class _LayingOut:
     model: Stack
@@ -123,7 +148,9 @@ class _LayingOut:
         for unit, layers in self.layout.units(stage, chunk):
             for layer in layers:
                 self._plan(unit, units[unit], layer)
-        self._tell_places()
+        tell_places(
+            self.model, self.layout, self.mesh, self.groups.rank, micro=self.micro, sequence=self.sequence
+        )
         return LaidOut(self.model, placed, self.groups, self.interpreter.collectives)
 
     # ---- parameters
@@ -219,30 +246,6 @@ class _LayingOut:
             return 1
         weight = self.layout.parameter_cuts(layer)["weight"]
         return weight.parts(self.mesh, 0) // num_parts(self.mesh, layer.output.features)
-
-    # ---- places
-
-    def _tell_places(self) -> None:
-        """Tell positions and dropouts which sequences, tokens and features are here."""
-        mesh, rank = self.mesh, self.groups.rank
-        outer = self.layout.mode.outer if self.layout.tensor > 1 else Border()
-        batch_B, tokens_T, features_D = border_index(
-            self.layout,
-            mesh,
-            rank,
-            outer,
-            batch=self.micro,
-            tokens=self.sequence,
-            features=self.model.spec.hidden,
-        )
-        within_T = token_index(self.layout, mesh, rank, self.sequence)  # between a pair of products
-        for module in self.model.modules():
-            if isinstance(module, Dropout):
-                module.batch_index, module.token_index, module.feature_index = batch_B, tokens_T, features_D
-            elif isinstance(module, Table) and (outer.tokens or self.layout.sequence > 1):
-                module.token_index = tokens_T
-            elif isinstance(module, Rotary) and self.layout.sequence > 1:
-                module.token_index = within_T
 
     @property
     def mesh(self) -> Mesh:
