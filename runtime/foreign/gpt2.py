@@ -1,19 +1,22 @@
 """GPT-2 of transformers (`models/gpt2/modeling_gpt2.py` of release 5)."""
 
-from typing import Any
+import copy
+import math
+from typing import Any, Final
 
 from torch import Tensor, nn
-from transformers import GPT2LMHeadModel
+from transformers import AttentionInterface, GPT2LMHeadModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention, GPT2Block, GPT2Model
 from transformers.pytorch_utils import Conv1D
 
 from ...policies.layout import ParallelLayout
 from ...policies.layout.border import num_parts
 from ...policies.mesh import Mesh
-from ..leaves import Positions
-from .model import Foreign, attention_config
+from ..leaves import AttentionCore, Positions
+from .model import Foreign
 
-_MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+_ATTENTION: Final = "twinbed"  # in transformers' registry of attention functions
+_MATRICES: Final = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 
 class ForeignGPT2(Foreign):
@@ -35,7 +38,7 @@ class ForeignGPT2(Foreign):
         self.expect(body.wpe, nn.Embedding, "transformer.wpe")
         body.wpe = _positions(body.wpe)
         body.drop = self.dropout_at("embedding", body.drop)
-        attending = attention_config(config)
+        attending = _attention_config(config)
         for i, block in enumerate(body.h):
             self._take(block, i, attending)
         self.transformer = body
@@ -76,9 +79,37 @@ class ForeignGPT2(Foreign):
             self.expect(conv, Conv1D, f"{path}.{matrix}")
             block.set_submodule(matrix, _linear(conv))
             self._transposed.add(f"{path}.{matrix}.weight")
-        self.set_attention(block.attn, attending)
+        block.attn.core = AttentionCore(causal=True, head_size=self.spec.head_dim)
+        block.attn.config = attending
         block.attn.resid_dropout = self.dropout_at(f"block.{i}.attention", block.attn.resid_dropout)
         block.mlp.dropout = self.dropout_at(f"block.{i}.mlp", block.mlp.dropout)
+
+
+def _attention_config(config: Any) -> Any:
+    """A copy of a model's config by which its attention calls ours."""
+    AttentionInterface.register(_ATTENTION, _attention)
+    found = copy.deepcopy(config)
+    found._attn_implementation = _ATTENTION
+    return found
+
+
+def _attention(
+    module: Any,
+    q_BHTE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """([B, T, H, E], no weights), as transformers calls attention: every token sees those before it and itself."""
+    head_size = q_BHTE.shape[-1]
+    natural = 1 / math.sqrt(head_size)
+    if scaling is not None and not math.isclose(scaling, natural, rel_tol=1e-12):
+        q_BHTE = q_BHTE * (scaling / natural)
+    mixed_BTX: Tensor = module.core(q_BHTE, k_BKTE, v_BKTE)
+    return mixed_BTX.unflatten(-1, (-1, head_size)), None
 
 
 def _linear(conv: Conv1D) -> nn.Linear:

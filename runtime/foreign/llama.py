@@ -1,6 +1,7 @@
 """Llama and Qwen2 of transformers (`models/llama/modeling_llama.py` and `models/qwen2` of release 5)."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
-from ..leaves import ByPosition
-from .model import Foreign, attention_config
+from ..layout.modules import replace_call
+from ..leaves import AttentionCore, ByPosition, split_heads
+from .model import Foreign
 
 # Whose wavelengths depend on how long the sequence is, of which a rank sees a part
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
@@ -34,7 +36,9 @@ _PARTS = {
 
 
 class ForeignLlama(Foreign):
-    """Norms become torch's; blocks are given the rotary angles of the tokens that are here."""
+    """Norms become torch's; blocks are given the rotary angles of the tokens that are here, and their attention a core
+    that a layout may replace.
+    """
 
     blocks_path = "model.layers"
     table_path = "model.embed_tokens"
@@ -58,9 +62,8 @@ class ForeignLlama(Foreign):
         angles = body.rotary_emb = Angles(body.rotary_emb)
         self.expect(body.norm, norm, "model.norm")
         body.norm = _norm(body.norm)
-        attending = attention_config(config)
         for i, block in enumerate(body.layers):
-            self._take(block, i, attending, angles)
+            self._take(block, i, angles)
         self.model = body
         self.train(module.training)
 
@@ -74,7 +77,7 @@ class ForeignLlama(Foreign):
         logits_BTV: Tensor = self.lm_head(body.norm(x_BTD))
         return logits_BTV
 
-    def _take(self, block: Any, i: int, attending: Any, angles: "Angles") -> None:
+    def _take(self, block: Any, i: int, angles: "Angles") -> None:
         _, block_kind, attention, mlp, norm, _ = _PARTS[self.spec.family]
         path = f"{self.blocks_path}.{i}"
         for part, kind, name in (
@@ -83,15 +86,23 @@ class ForeignLlama(Foreign):
             (block.mlp, mlp, f"{path}.mlp"),
             (block.input_layernorm, norm, f"{path}.input_layernorm"),
             (block.post_attention_layernorm, norm, f"{path}.post_attention_layernorm"),
-            *((getattr(block.self_attn, f"{x}_proj"), nn.Linear, f"{path}.self_attn.{x}_proj") for x in "qkvo"),
-            *((getattr(block.mlp, f"{x}_proj"), nn.Linear, f"{path}.mlp.{x}_proj") for x in ("gate", "up", "down")),
+            *(
+                (getattr(block.self_attn, f"{x}_proj"), nn.Linear, f"{path}.self_attn.{x}_proj")
+                for x in "qkvo"
+            ),
+            *(
+                (getattr(block.mlp, f"{x}_proj"), nn.Linear, f"{path}.mlp.{x}_proj")
+                for x in ("gate", "up", "down")
+            ),
         ):
             self.expect(part, kind, name)
         block.gradient_checkpointing = False  # the stack's `recompute`
         block.input_layernorm = _norm(block.input_layernorm)
         block.post_attention_layernorm = _norm(block.post_attention_layernorm)
-        self.set_attention(block.self_attn, attending)
-        block.__dict__["forward"] = _with_angles(block.forward, angles)
+        attending = block.self_attn
+        attending.core = AttentionCore(causal=True, head_size=self.spec.head_dim)
+        replace_call(attending, partial(_attend, attending))
+        replace_call(block, _with_angles(block.forward, angles))
 
 
 class Angles(ByPosition):
@@ -109,6 +120,23 @@ class Angles(ByPosition):
             index_T = torch.arange(x_BTD.shape[1])
         cos_1TE, sin_1TE = self.rotary(x_BTD, position_ids=index_T.to(x_BTD.device)[None])
         return cos_1TE, sin_1TE
+
+
+def _attend(
+    attention: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    **_: object,
+) -> tuple[Tensor, None]:
+    """As the module's own forward, for products that may have another number of tokens than what goes into them (with
+    sequence_mode=megatron), which the module's own takes to be the same.
+    """
+    q_BHTE, k_BKTE, v_BKTE = (
+        split_heads(project(hidden_states), attention.head_dim)
+        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    q_BHTE, k_BKTE = modeling_llama.apply_rotary_pos_emb(q_BHTE, k_BKTE, *position_embeddings)
+    return attention.o_proj(attention.core(q_BHTE, k_BKTE, v_BKTE)), None
 
 
 def _with_angles(forward: Callable[..., Tensor], angles: Angles) -> Callable[[Tensor], Tensor]:

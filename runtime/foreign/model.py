@@ -6,14 +6,12 @@ here, with the same numbers: a rank holds a part of tokens, words and heads only
 Shapes: B sequences, T tokens, D hidden, H heads, K key heads, E head size, V words.
 """
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 from transformers.modeling_outputs import CausalLMOutput
 
 from ...conf.hf import spec_of_config
@@ -23,11 +21,10 @@ from ...policies.layout.layers import Kind, Layer
 from ...policies.layout.outline import outline
 from ...policies.mesh import Mesh
 from ..dropout import Dropout
-from ..leaves import AttentionCore, CrossEntropy, TiedHead
+from ..leaves import CrossEntropy, TiedHead
 from ..stack import Stack
 
 IGNORED: Final = -100  # a label that does not count
-_ATTENTION: Final = "twinbed"
 _BIASED: Final = (Kind.layer_norm,)
 
 
@@ -51,7 +48,7 @@ class Foreign(Stack):
     def __init__(self, module: Any, *, seed: int) -> None:
         self.kind = type(module).__name__
         config = module.config
-        super().__init__(spec_of(module), recompute=bool(module.is_gradient_checkpointing))
+        super().__init__(spec_of(module), recompute=bool(module.is_activation_checkpointing))
         self.config = config
         self.dropout_clock.seed = seed
         self.loss = CrossEntropy()
@@ -99,7 +96,9 @@ class Foreign(Stack):
         """
         given = dict(given)
         if len(args) > 1:
-            raise ValueError(f"{self.kind} takes input_ids by position, and all else by name, under parallelize")
+            raise ValueError(
+                f"{self.kind} takes input_ids by position, and all else by name, under parallelize"
+            )
         ids = args[0] if args else given.pop("input_ids", None)
         labels, mask = given.pop("labels", None), given.pop("attention_mask", None)
         given = {
@@ -135,7 +134,8 @@ class Foreign(Stack):
     def original(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole parameters as the class's state_dict has them."""
         found = {
-            name: whole.t().contiguous() if name in self._transposed else whole for name, whole in wholes.items()
+            name: whole.t().contiguous() if name in self._transposed else whole
+            for name, whole in wholes.items()
         }
         if self.spec.tied_embeddings:
             found["lm_head.weight"] = found[f"{self.table_path}.weight"]
@@ -182,11 +182,6 @@ class Foreign(Stack):
         assert isinstance(module, nn.Dropout)
         return Dropout(module.p, place=place, clock=self.dropout_clock)
 
-    def set_attention(self, module: Any, config: Any) -> None:
-        """Let its products of queries and keys be a leaf of ours, which a layout may replace."""
-        module.core = AttentionCore(causal=True, head_size=self.spec.head_dim)
-        module.config = config
-
     def check_parameters(self) -> None:
         """Raises ValueError for a parameter that no layer of the outline has: it would be trained wrongly."""
         known = set(self._known_parameters())
@@ -217,35 +212,6 @@ def spec_of(module: Any) -> ModelSpec:
     kind = type(module).__name__
     data = module.config.to_dict() | {"architectures": [kind]}
     return spec_of_config(data, name=kind, source=f"{kind}.config")
-
-
-def attention_config(config: Any) -> Any:
-    """A copy of a model's config by which its attention calls ours."""
-    import copy
-
-    AttentionInterface.register(_ATTENTION, _attention)
-    found = copy.deepcopy(config)
-    found._attn_implementation = _ATTENTION
-    return found
-
-
-def _attention(
-    module: Any,
-    q_BHTE: Tensor,
-    k_BKTE: Tensor,
-    v_BKTE: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """([B, T, H, E], no weights), as transformers calls attention: every token sees those before it and itself."""
-    head_size = q_BHTE.shape[-1]
-    natural = 1 / math.sqrt(head_size)
-    if scaling is not None and not math.isclose(scaling, natural, rel_tol=1e-12):
-        q_BHTE = q_BHTE * (scaling / natural)
-    mixed_BTX: Tensor = module.core(q_BHTE, k_BKTE, v_BKTE)
-    return mixed_BTX.unflatten(-1, (-1, head_size)), None
 
 
 def _names(layer: Layer, prefix: str) -> Iterator[str]:
