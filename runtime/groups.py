@@ -76,7 +76,9 @@ class Groups:
 def _axes(mesh: Mesh) -> tuple[str, ...]:
     """Those of which groups are made."""
     if mesh.is_plain:
-        return mesh.axes  # the four of a communication policy, and others that are equal to them or of one rank
+        return (
+            mesh.axes
+        )  # the four of a communication policy, and others that are equal to them or of one rank
     return (WORLD, *(axis for axis in mesh.axes if axis not in (WORLD, LOCAL, NODE, HPZ)))
 
 

@@ -59,4 +59,4 @@ def _for_each_head(x_BKTE: Tensor, q_BHTE: Tensor) -> Tensor:
 def _sum_of_heads(dx_BHTE: Tensor, x_BKTE: Tensor) -> Tensor:
     if dx_BHTE.shape == x_BKTE.shape:
         return dx_BHTE
-    return dx_BHTE.unflatten(1, (x_BKTE.shape[1], -1)).sum(2)
+    return torch.unflatten(dx_BHTE, 1, (x_BKTE.shape[1], -1)).sum(2)

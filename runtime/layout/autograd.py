@@ -67,20 +67,20 @@ class Program:
         if name != "bias" or self.runs == 1:
             return parts[0] if len(parts) == 1 else torch.cat(list(parts))
         if len(parts) == 1:
-            parts = parts[0].split(list(self.widths))
+            parts = torch.split(parts[0], list(self.widths))
         return _interleave(parts, self.runs)
 
     def split(self, name: str, gradient: Tensor, rows: Sequence[int]) -> Sequence[Tensor]:
         """The gradient of each part, of so many rows, from that of the operand; undoes `join`."""
         if name != "bias" or self.runs == 1:
-            return (gradient,) if len(rows) == 1 else gradient.split(list(rows))
+            return (gradient,) if len(rows) == 1 else torch.split(gradient, list(rows))
         apart = _apart(gradient, self.widths, self.runs)
         return (torch.cat(list(apart)),) if len(rows) == 1 else apart
 
     def outputs(self, y: Tensor, count: int) -> tuple[Tensor, ...]:
         """`count` outputs: one, or one a width."""
         if self.runs == 1:
-            return (y,) if count == 1 else y.split(list(self.widths), -1)
+            return (y,) if count == 1 else torch.split(y, list(self.widths), -1)
         apart = _apart(y, self.widths, self.runs)
         return (torch.cat(list(apart), -1),) if count == 1 else tuple(apart)
 
@@ -89,7 +89,7 @@ class Program:
         if self.runs == 1:
             return gradients[0] if len(gradients) == 1 else torch.cat(list(gradients), -1)
         if len(gradients) == 1:
-            gradients = gradients[0].split(list(self.widths), -1)
+            gradients = torch.split(gradients[0], list(self.widths), -1)
         return _interleave(gradients, self.runs)
 
     @property
@@ -131,7 +131,7 @@ class _Planned(torch.autograd.Function):
         return program.outputs(made[program.output], program.num_outputs)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         program: Program = ctx.program
         saved = iter(ctx.saved_tensors)
@@ -160,10 +160,10 @@ class _Planned(torch.autograd.Function):
 
 def _interleave(parts: Sequence[Tensor], runs: int) -> Tensor:
     """[..., D] of runs that each have a share of every part, side by side."""
-    return torch.cat([part.unflatten(-1, (runs, -1)) for part in parts], -1).flatten(-2)
+    return torch.cat([torch.unflatten(part, -1, (runs, -1)) for part in parts], -1).flatten(-2)
 
 
 def _apart(whole: Tensor, widths: Sequence[int], runs: int) -> tuple[Tensor, ...]:
     """Undoes `_interleave`."""
-    pieces = whole.unflatten(-1, (runs, -1)).split([width // runs for width in widths], -1)
+    pieces = torch.split(torch.unflatten(whole, -1, (runs, -1)), [width // runs for width in widths], -1)
     return tuple(piece.flatten(-2) for piece in pieces)

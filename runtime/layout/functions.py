@@ -108,7 +108,11 @@ def _look_up(step: Apply, context: Context, operands: Sequence[Tensor]) -> tuple
     ids, table_SD = operands
     local = _local_ids(step, context, ids, len(table_SD))
     elsewhere = local == len(table_SD)
-    return (functional.embedding(local.masked_fill(elsewhere, 0), table_SD).masked_fill_(elsewhere[..., None], 0.0),)
+    return (
+        functional.embedding(local.masked_fill(elsewhere, 0), table_SD).masked_fill_(
+            elsewhere[..., None], 0.0
+        ),
+    )
 
 
 def _look_up_gradient(step: Apply, context: Context, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -140,7 +144,7 @@ def _patches(step: Apply, context: Context, operands: Sequence[Tensor]) -> tuple
 
 def _patches_gradient(step: Apply, context: Context, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     dy_BPD, images, weight = operands
-    size = list(weight.shape[2:])
+    size = (weight.shape[2], weight.shape[3])
     pixels_BXP = functional.unfold(images.to(weight.dtype), size, stride=size)
     gradient = torch.einsum("bpd,bxp->dx", dy_BPD, pixels_BXP)
     return gradient.reshape(weight.shape), dy_BPD.sum((0, 1))

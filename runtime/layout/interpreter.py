@@ -131,8 +131,8 @@ class _Run:
         match step:
             case Multiply():
                 left, right = (self._read(name) for name in step.reads)
-                (made,) = step.writes
-                return {made: _multiply(step, left, right, self._read(made) if step.add else None)}
+                (name,) = step.writes
+                return {name: _multiply(step, left, right, self._read(name) if step.add else None)}
             case Apply():
                 made = apply_function(step, self.context, [self._read(name) for name in step.reads])
                 return dict(zip(step.writes, made, strict=True))
@@ -172,7 +172,9 @@ class _Run:
             case ReduceTo():
                 self._reduce_to(i, step, group, xs[0])
             case _:
-                raise TypeError(f"a layer's plan has no collective {type(step).__name__} that the runtime knows")
+                raise TypeError(
+                    f"a layer's plan has no collective {type(step).__name__} that the runtime knows"
+                )
 
     def _all_gather(self, i: int, step: AllGather, group: Group, x: Tensor) -> None:
         x = x.contiguous()
@@ -183,7 +185,9 @@ class _Run:
         self._carry(
             i,
             self._row(i, "all_gather", group, out),
-            lambda later: self.interpreter.collectives.all_gather(group, x.view(-1), out.view(-1), later=later),
+            lambda later: self.interpreter.collectives.all_gather(
+                group, x.view(-1), out.view(-1), later=later
+            ),
             lambda: (_side_by_side(out, step.dim),),
         )
 
@@ -306,9 +310,7 @@ class _Run:
         if not beside:
             self.values.update(zip(writes, results(), strict=False))
             return
-        self.under_way[i] = _UnderWay(
-            row, pending, lambda: dict(zip(writes, results(), strict=False))
-        )
+        self.under_way[i] = _UnderWay(row, pending, lambda: dict(zip(writes, results(), strict=False)))
         for name in writes:  # not there until it has arrived
             self.values.pop(name, None)
         if pending is None:
@@ -317,9 +319,7 @@ class _Run:
     def _write(self, i: int, made: Sequence[Tensor]) -> None:
         self.values.update(zip(self.plan.steps[i].writes, made, strict=True))
 
-    def _row(
-        self, i: int, op: str, group: Group, *xs: Tensor, later: bool | None = None
-    ) -> Collecting:
+    def _row(self, i: int, op: str, group: Group, *xs: Tensor, later: bool | None = None) -> Collecting:
         return self.interpreter.ledger.collective(
             op=op,
             axis=group.axis,
@@ -331,7 +331,7 @@ class _Run:
         )
 
     def _own(self, i: int, step: Step, x: Tensor) -> Tensor:
-        """Contiguous, and free to be written over: a copy of what is given or read later on, or shares memory with it."""
+        """Contiguous, and free to be written over: a copy if it is given, is read later on or shares such memory."""
         (name,) = step.reads
         kept = name not in step.writes and (self.last_read[name] > i or name in self.keep)
         others = [*self.given.values(), *(value for key, value in self.values.items() if key != name)]

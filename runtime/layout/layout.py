@@ -268,9 +268,11 @@ def _module(unit: nn.Module, layer: Layer) -> nn.Module:
         return parent  # it puts what its convolution gives in order
     if name in parent._parameters:
         for module in unit.modules():
-            if isinstance(module, PositionsOf | FirstToken) and module.owned.owner is parent:
-                if module.owned.name == name:
-                    return module
+            if isinstance(module, PositionsOf | FirstToken) and (module.owned.owner, module.owned.name) == (
+                parent,
+                name,
+            ):
+                return module
         raise ValueError(f"{layer.path!r} is a parameter that no module says it uses")
     return unit.get_submodule(layer.path)
 
@@ -279,10 +281,7 @@ def _parameters(unit: nn.Module, layer: Layer) -> dict[str, Owned]:
     """Of each operand of the plans, the parameter."""
     if layer.kind in (Kind.attention, Kind.loss, Kind.local):
         return {}
-    if layer.kind is Kind.patches:
-        module = unit.get_submodule(layer.path)
-    else:
-        module = _module(unit, layer)
+    module = unit.get_submodule(layer.path) if layer.kind is Kind.patches else _module(unit, layer)
     if isinstance(module, PositionsOf | FirstToken):
         return {"weight": module.owned}
     if isinstance(module, TiedHead):
