@@ -82,8 +82,9 @@ class ParallelModel(nn.Module):
         self.ledger.at(phase="forward" if training else "eval")
         self._set_clock(share.first)
         self._replicas.forward_begins()
-        loss = _BatchLoss.apply(self.stack(share.inputs, share.targets), share.weight, self)  # type: ignore[no-untyped-call]
-        return self._caller.output(loss)
+        loss = self.stack(share.inputs, share.targets)
+        self.ledger.at(phase="forward" if training else "eval")  # FSDP2's hooks have said backward
+        return self._caller.output(_BatchLoss.apply(loss, share.weight, self))  # type: ignore[no-untyped-call]
 
     def forward_backward(self, *args: Any, **given: Any) -> Tensor:
         """Forward and backward of a batch, for a pipeline, whose stages work on several micro-batches at a time.
