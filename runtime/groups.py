@@ -82,6 +82,11 @@ def _axes(mesh: Mesh) -> tuple[str, ...]:
     return (WORLD, *(axis for axis in mesh.axes if axis not in (WORLD, LOCAL, NODE, HPZ)))
 
 
-def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
-    """The world as the one dimension over which FSDP2 shards; it reuses the default group."""
-    return DeviceMesh(device.type, torch.arange(mesh.num_ranks), mesh_dim_names=(WORLD,))
+def device_mesh(groups: Groups, device: torch.device) -> DeviceMesh:
+    """What FSDP2 shards over, as one dimension: the world, or of a view `of_replicas` those ranks. It reuses their
+    process group.
+    """
+    group = groups[WORLD]
+    if group.handle is None:
+        return DeviceMesh(device.type, torch.tensor([dist.get_rank()]), mesh_dim_names=(WORLD,))
+    return DeviceMesh.from_group(group.handle, device.type, mesh_dim_names=(WORLD,))

@@ -210,6 +210,15 @@ class CrossEntropy(nn.Module):
         return total / len(targets_N)
 
 
+class CountRight(nn.Module):
+    """How often the likeliest class is the target; one number. Where classes or targets are cut over ranks, each counts
+    its share, so that the sum over all ranks is the number.
+    """
+
+    def forward(self, logits_BV: Tensor, targets_B: Tensor) -> Tensor:
+        return (logits_BV.argmax(-1) == targets_B).sum()
+
+
 def split_heads(x_BTX: Tensor, head_size: int) -> Tensor:
     """[B, H, T, E] of as many heads as there are in X."""
     x_BTHE = torch.unflatten(x_BTX, -1, (-1, head_size))

@@ -56,6 +56,15 @@ class Labels:
     layer: str = ""  # of library rows
 
 
+@dataclass(frozen=True, slots=True)
+class Library:
+    """What rows say of a library's collectives; no axis: by the group's ranks."""
+
+    stream: str
+    layer: str
+    axis: str = ""
+
+
 class Ledger:
     """The record of one rank. Safe to use from several threads.
 
@@ -114,6 +123,18 @@ class Ledger:
         with self.as_of(replace(self.labels, phase=SETUP)):
             yield
 
+    @property
+    def library(self) -> "Library | None":
+        """Whose is what a library communicates on this thread, to be set around a layer that a library computes; None:
+        rows are on `LIBRARY_STREAM`, of the layer that `at` was told.
+        """
+        of: Library | None = getattr(self._local, "library", None)
+        return of
+
+    @library.setter
+    def library(self, of: "Library | None") -> None:
+        self._local.library = of
+
     # ---- what happened
 
     def collective(
@@ -149,8 +170,9 @@ class Ledger:
         labels = self.labels
         if labels.phase == SETUP or len(group) == 1 or not payload_bytes:
             return
-        axis = self._axes.get(group, "other")
-        where = (self.rank, LIBRARY_STREAM, labels.iteration, labels.phase, labels.layer)
+        of = self.library or Library(LIBRARY_STREAM, labels.layer)
+        axis = of.axis or self._axes.get(group, "other")
+        where = (self.rank, of.stream, labels.iteration, labels.phase, of.layer)
         sizes = (payload_bytes, sent.wire_bytes, sent.inter_node_bytes)
         self._rows.append((*where, op, axis, len(group), *sizes))
 

@@ -50,7 +50,7 @@ class ShardedEngine:
         self._ledger = interpreter.ledger
         self._rank, self._world = interpreter.groups.rank, interpreter.mesh.num_ranks
         options: dict[str, Any] = {
-            "mesh": device_mesh(interpreter.mesh, device),
+            "mesh": device_mesh(interpreter.groups, device),
             "reshard_after_forward": policy.reshard_after_forward,
         }
         if precision is not Precision.fp32:

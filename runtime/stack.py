@@ -28,6 +28,8 @@ class Stack(nn.Module, ABC):
             residual, is zeroed in training; attention's probabilities are left alone.
 
     Attributes:
+        recompute_to_end: A recomputation goes on behind the last number that backward needs, so that the collectives
+            there are repeated, however the block's products are computed.
         dropout_clock: Says where the training is; whoever trains with dropout sets it before each forward.
     """
 
@@ -38,6 +40,7 @@ class Stack(nn.Module, ABC):
         self.spec, self.recompute, self.dropout = spec, recompute, dropout
         self.dropout_clock = DropoutClock()
         self._pace: Pace | None = None
+        self.recompute_to_end = False
 
     @abstractmethod
     def stack(self) -> nn.ModuleList:
@@ -62,7 +65,13 @@ class Stack(nn.Module, ABC):
         for i, block in enumerate(blocks):
             x_BTD = boundary(x_BTD, self.clock, forward=f"forward/{border}", backward=f"backward/block.{i}")
             if self.recompute and torch.is_grad_enabled():
-                x_BTD = checkpoint(block, x_BTD, use_reentrant=False, preserve_rng_state=False)
+                x_BTD = checkpoint(
+                    block,
+                    x_BTD,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    early_stop=not self.recompute_to_end,
+                )
             else:
                 x_BTD = block(x_BTD)
             border = f"block.{i}"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..conf.model_spec import ModelSpec
-from .leaves import AttentionCore, CrossEntropy, FirstToken, PositionsOf, split_heads
+from .leaves import AttentionCore, CountRight, CrossEntropy, FirstToken, PositionsOf, split_heads
 from .stack import PacedBlock, Stack
 
 
@@ -28,7 +28,8 @@ class ViT(Stack):
         recompute, dropout: As `Stack`.
 
     Attributes:
-        num_right: Images of the last forward without gradients whose likeliest class was theirs; one number.
+        num_right: Images of the last forward without gradients whose likeliest class was theirs; one number, and
+            where the model is laid out over ranks this rank's share of it.
 
     Raises:
         ValueError: The spec is of another family, or has no classifier.
@@ -46,6 +47,7 @@ class ViT(Stack):
         self.vit = _Body(self)
         self.classifier = nn.Linear(spec.hidden, spec.classes)
         self.loss = CrossEntropy(over_all=True)
+        self.count_right = CountRight()
         self.num_right = torch.zeros((), dtype=torch.int64)
         if seed is not None:
             self.init_weights(seed)
@@ -67,9 +69,10 @@ class ViT(Stack):
         images_BCHW = images_BCHW.to(self.classifier.weight.dtype)
         x_BTD = self.through_blocks(self.vit.embeddings(images_BCHW))
         logits_BK = self.classifier(self.vit.layernorm(x_BTD)[:, 0])
+        loss = self.head_ends(self.loss(logits_BK, labels_B))
         if not torch.is_grad_enabled():
-            self.num_right = (logits_BK.argmax(-1) == labels_B).sum()
-        return self.head_ends(self.loss(logits_BK, labels_B))
+            self.num_right = self.count_right(logits_BK, labels_B)
+        return loss
 
 
 class _Body(nn.Module):

@@ -210,7 +210,7 @@ def build_parallel(
             f"batch.accumulation={micro_batches} must be >= parallel.pipeline={conf.pipeline}: "
             "torch.distributed.pipelining wants a micro-batch for each stage"
         )
-    if spec.family == "vit" and apart > 1:
+    if spec.family == "vit" and conf.sequence > 1:
         raise ValueError(
             f"parallel.sequence={conf.sequence} with model.family=vit: must be 1; the class token, of which the loss "
             "is, would lie on one rank alone"

@@ -1,6 +1,6 @@
 """A layer's plans as a function that torch can differentiate: forward runs one plan, backward the other."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -44,6 +44,10 @@ class Program:
         """The parts of the output."""
         made: tuple[Tensor, ...] = _Planned.apply(self, *tensors)  # type: ignore[no-untyped-call]
         return made
+
+    def evaluate(self, operands: Mapping[str, Tensor], keep: Collection[str]) -> dict[str, Tensor]:
+        """Operands of forward's plan, without gradients."""
+        return self.interpreter.run(self.forward, operands, label=self.label, context=self.context, keep=keep)
 
     @cached_property
     def saved(self) -> tuple[str, ...]:

@@ -4,10 +4,11 @@ Modules keep their types, and parameters their names.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...policies.layout import Direction, ParallelLayout
 from ...policies.layout.border import Border, num_parts
@@ -16,10 +17,11 @@ from ...policies.mesh import Mesh
 from ..collectives import Collectives
 from ..dropout import Dropout
 from ..groups import Groups
-from ..leaves import ByPosition, CrossEntropy, FirstToken, Owned, PositionsOf, Table, TiedHead
+from ..leaves import ByPosition, CountRight, CrossEntropy, FirstToken, Owned, PositionsOf, Table, TiedHead
 from ..ledger import Ledger
 from ..stack import Stack
 from .autograd import Program
+from .dtensor import is_served, parallelize, tensor_mesh
 from .functions import Context, first_rows
 from .interpreter import LayerInterpreter
 from .modules import Planned, PlannedCore, PlannedLoss, PlannedPositions, Source, Together, replace_call
@@ -77,6 +79,7 @@ def lay_out(
     sequence: int,
     stage: int = 0,
     chunk: int = 0,
+    library: bool = True,
 ) -> LaidOut:
     """Change `model` in place. No communication: every rank cuts its part from the whole weights that it has.
 
@@ -85,12 +88,13 @@ def lay_out(
         micro: Sequences of a micro-batch, of one replica of the model.
         sequence: Tokens of a whole sequence, as the model's blocks have them.
         stage, chunk: Whose layers the model has; others are not looked at.
+        library: DTensor computes what it serves (`dtensor.is_served`); False: our own function everything.
 
     Raises:
         ValueError: If the model has no module that a layer names.
     """
     return _LayingOut(
-        model, layout, groups, LayerInterpreter(groups, ledger, collectives), micro, sequence
+        model, layout, groups, LayerInterpreter(groups, ledger, collectives), micro, sequence, library
     ).all(stage, chunk)
 
 
@@ -105,17 +109,18 @@ def tell_places(
         micro, sequence: As of `lay_out`.
     """
     outer = layout.mode.outer if layout.tensor > 1 else Border()
+    if not outer.axes and layout.sequence == 1:
+        return  # all of them are
     batch_B, tokens_T, features_D = border_index(
         layout, mesh, rank, outer, batch=micro, tokens=sequence, features=model.spec.hidden
     )
     within_T = token_index(layout, mesh, rank, sequence)  # between a pair of products
-    shared = bool(outer.tokens) or layout.sequence > 1
     for module in model.modules():
         if isinstance(module, Dropout):
             module.batch_index, module.token_index, module.feature_index = batch_B, tokens_T, features_D
-        elif isinstance(module, Table) and shared:
+        elif isinstance(module, Table):
             module.token_index = tokens_T
-        elif isinstance(module, ByPosition) and shared:
+        elif isinstance(module, ByPosition) and (outer.tokens or layout.sequence > 1):
             module.token_index = within_T
 
 
@@ -127,6 +132,8 @@ class _LayingOut:
     interpreter: LayerInterpreter
     micro: int
     sequence: int
+    library: bool
+    _mesh_of_library: DeviceMesh | None = field(default=None, init=False)
 
     def all(self, stage: int, chunk: int) -> LaidOut:
         units = self.model.units()
@@ -151,6 +158,7 @@ class _LayingOut:
         tell_places(
             self.model, self.layout, self.mesh, self.groups.rank, micro=self.micro, sequence=self.sequence
         )
+        self.model.recompute_to_end = not self.layout.is_plain
         return LaidOut(self.model, placed, self.groups, self.interpreter.collectives)
 
     # ---- parameters
@@ -193,6 +201,17 @@ class _LayingOut:
         members = (layer, *layer.others)
         found = [_parameters(module, each) for each in members]
         operands = tuple(found[0])
+        if self.library and is_served(self.layout, layer):
+            parallelize(
+                module,
+                layer,
+                mesh=self._tensor_mesh(),
+                ledger=self.interpreter.ledger,
+                label=f"{unit}.{layer.path}",
+                weights=[_source(each["weight"]) for each in found],
+                biases=[_source(each["bias"]) for each in found if "bias" in each],
+            )
+            return
         program = Program(
             interpreter=self.interpreter,
             forward=forward,
@@ -206,7 +225,7 @@ class _LayingOut:
         )
         sources: list[Source] = [_source(each[name]) for name in operands for each in found]
         if layer.others:
-            together = Together(program, sources, program.label)
+            together = Together(lambda x: program(x, *(source() for source in sources)), program.label)
             for place, each in enumerate(members):
                 replace_call(module.get_submodule(each.path), together.member(place))
             return
@@ -214,11 +233,23 @@ class _LayingOut:
             case Kind.attention:
                 replace_call(target, PlannedCore(program))
             case Kind.loss:
-                replace_call(target, PlannedLoss(program))
+                copies = [axis for axis, _ in self.layout.mode.dims if axis not in layer.input.positions]
+                counts = all(self.mesh.index(axis, self.groups.rank) == 0 for axis in copies)
+                loss = PlannedLoss(program, counts)
+                replace_call(target, loss)
+                for counter in self.model.modules():
+                    if isinstance(counter, CountRight):
+                        replace_call(counter, loss.count_right)
             case Kind.positions:
                 replace_call(target, PlannedPositions(program, sources))
             case _:
                 replace_call(target, Planned(program, sources))
+
+    def _tensor_mesh(self) -> DeviceMesh:
+        if self._mesh_of_library is None:
+            device = next(self.model.parameters()).device
+            self._mesh_of_library = tensor_mesh(self.groups, device)
+        return self._mesh_of_library
 
     def _context(self, module: nn.Module) -> Context:
         eps = getattr(module, "eps", None)

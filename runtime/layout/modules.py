@@ -5,9 +5,12 @@ module's parameters as they are at the time (a library may have gathered them a 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
+from ...policies.plan import Apply
 from .autograd import Program
+from .functions import IGNORED
 
 Source = Callable[[], Tensor]  # a parameter, as it is now
 
@@ -51,13 +54,37 @@ class PlannedCore:
 
 @dataclass(slots=True)
 class PlannedLoss:
-    """As `CrossEntropy`."""
+    """As `CrossEntropy`; and, in an evaluation, what `CountRight` counts of the same logits.
+
+    Args:
+        counts: Whether this rank counts: of those that hold classes of the same tokens one does.
+    """
 
     program: Program
+    counts: bool
+    _num_right: Tensor | None = field(default=None, init=False)
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        (loss,) = self.program(logits, targets)
-        return loss
+        if torch.is_grad_enabled():
+            (loss,) = self.program(logits, targets)
+            return loss
+        steps = self.program.forward.steps
+        (here,) = (step.reads[2] for step in steps if isinstance(step, Apply) and step.function == "losses")
+        made = self.program.evaluate(
+            {"logits": logits, "targets": targets}, {"loss", "exponentials", here, "targets"}
+        )
+        _, right = made["exponentials"]  # the right class's logit less the largest
+        self._num_right = ((right >= 0) & (made[here] != IGNORED)).sum() * int(self.counts)
+        return made["loss"]
+
+    def count_right(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Of the logits that the loss was just computed of."""
+        if self._num_right is None:
+            raise RuntimeError(
+                "what was right is counted with the loss, in an evaluation: compute that first"
+            )
+        found, self._num_right = self._num_right, None
+        return found
 
 
 @dataclass(slots=True)
@@ -67,8 +94,7 @@ class Together:
     The others hand their share out: they are called with the same tensor, in the order of forward.
     """
 
-    program: Program
-    parameters: Sequence[Source]
+    compute: Callable[[Tensor], tuple[Tensor, ...]]
     label: str
     _x: Tensor | None = field(default=None, init=False)
     _shares: list[Tensor | None] = field(default_factory=list, init=False)
@@ -78,7 +104,7 @@ class Together:
 
         def call(x: Tensor) -> Tensor:
             if place == 0:
-                self._shares = list(self.program(x, *(source() for source in self.parameters)))
+                self._shares = list(self.compute(x))
                 self._x = x
             if self._x is not x or len(self._shares) <= place or self._shares[place] is None:
                 raise RuntimeError(

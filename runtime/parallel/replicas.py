@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ...policies.comm import CommPolicy, GradientsReady, Placement, check_reduced
-from ...policies.mesh import REPLICAS, Mesh
+from ...policies.mesh import Mesh
 from ..groups import Groups, device_mesh
 from ..interpreter import Interpreter
 from ..sharded import ROOT, ShardedHooks
@@ -146,7 +146,11 @@ def join_replicas(
     match policy.placement:
         case Placement.sharded:
             return Sharded(
-                model, units, policy=policy, interpreter=interpreter, over=_device_mesh(mesh, groups, device)
+                model,
+                units,
+                policy=policy,
+                interpreter=interpreter,
+                over=device_mesh(groups.of_replicas(), device),
             )
         case Placement.replicated:
             return Whole(units, policy=policy, interpreter=interpreter)
@@ -164,14 +168,6 @@ def local_part(tensor: Tensor) -> Tensor:
 def whole_of_replicas(tensor: Tensor) -> Tensor:
     """What the replicas hold together; a collective if FSDP2 has cut it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _device_mesh(mesh: Mesh, groups: Groups, device: torch.device) -> DeviceMesh:
-    if mesh.is_plain:
-        return device_mesh(mesh, device)
-    handle = groups[REPLICAS].handle
-    assert handle is not None, "there are several replicas"
-    return DeviceMesh.from_group(handle, device.type, mesh_dim_names=(REPLICAS,))
 
 
 def _has_gradients(parameters: list[nn.Parameter]) -> bool:

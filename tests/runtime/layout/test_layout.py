@@ -20,6 +20,12 @@ def check_errors(found: dict[str, Any]) -> None:
         assert {key: error for key, error in errors.items() if not error <= limit} == {}, name
 
 
+def check_right_answers(found: dict[str, Any]) -> None:
+    for mode, (ranks, alone, error) in found["right"].items():
+        assert (ranks, alone) == (1, 1), mode
+        assert error <= LIMITS["float64"], mode
+
+
 def mean_elements(ranks: list[dict[str, Any]], mode: str) -> float:
     return sum(found[mode][0] for found in ranks) / len(ranks)
 
@@ -30,6 +36,7 @@ def test_one_and_two_dimensions(launch: Launch) -> None:
     ranks = launch("ranks_layout", "four", 4, timeout_s=300.0)
     for found in ranks:
         check_errors(found)
+        check_right_answers(found)
     # Shoeybi et al. 2019, section 3: two all-reduces forward and two backward
     assert mean_elements(ranks, "1d") == 8 * 3 / 4 * BSH
     # Korthikanti et al. 2022: a reduce-scatter in forward, an all-gather in backward
@@ -40,10 +47,30 @@ def test_one_and_two_dimensions(launch: Launch) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.timeout(400)
+def test_one_dimension_by_our_own_function_and_by_dtensor(launch: Launch) -> None:
+    for found in launch("ranks_layout", "planned", 4, timeout_s=300.0):
+        check_errors(found)
+        for name, (library, ours) in found["rows"].items():
+            assert library == ours, name
+            assert len(ours) == 26 + 2 * ("vit" not in name), name  # vit: words are not cut
+
+
+@pytest.mark.distributed
+def test_replicas_of_a_layout_under_communication_policies(launch: Launch) -> None:
+    for found in launch("ranks_layout", "pairs", 4):
+        check_errors(found)
+        for name, axes in found["axes"].items():
+            gathers = [] if "ddp" in name else [("gather", "replicas", 2)]
+            assert axes == [*gathers, ("layer", "tensor", 2), ("reduce", "replicas", 2)], name
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(400)
 def test_two_and_a_half_and_three_dimensions(launch: Launch) -> None:
     ranks = launch("ranks_layout", "eight", 8, timeout_s=300.0)
     for found in ranks:
         check_errors(found)
+        check_right_answers(found)
     # Wang et al. 2021: each square has its share of the sequences; the matrix' gradients are summed over depth
     assert mean_elements(ranks, "2.5d") == 3 * 1 / 4 * (X / 2 + W) + 2 * 1 / 2 * W / 4
     # Bian et al. 2021: each of the three matrices is gathered or scattered once forward and once backward

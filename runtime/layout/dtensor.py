@@ -1,0 +1,207 @@
+"""1D tensor parallelism on DTensor: styles for `torch.distributed.tensor.parallel.parallelize_module`.
+
+Parameters stay what they are, this rank's parts; a style sees them as DTensors while its module computes. So whatever
+shards, reduces or steps them sees the same tensors in every mode, and a fused matrix of queries, keys and values is cut
+as heads want it. What DTensor communicates is what the plan of the layer says, and the ledger has it in the same rows:
+one all-reduce of each output of a matrix cut by its inputs, one of the input's gradient of those cut by their outputs.
+
+Shapes: B sequences, T tokens, D features.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.nn import functional
+
+from ...policies.layout import ParallelLayout
+from ...policies.layout.common import LAYER_STREAM
+from ...policies.layout.layers import Kind, Layer, Role
+from ...policies.layout.modes import Megatron
+from ...policies.mesh import TENSOR
+from ..groups import Groups
+from ..ledger import Ledger, Library
+from .modules import Source, Together, replace_call
+
+
+def is_served(layout: ParallelLayout, layer: Layer) -> bool:
+    """Whether a layer can be computed so: products and words of 1D without Megatron's sequence parallelism, whose
+    inputs are gathered anew in backward, which DTensor does not.
+    """
+    mode = layout.mode
+    if not isinstance(mode, Megatron) or mode.sequence or mode.size == 1:
+        return False
+    return layer.kind in (Kind.embedding, Kind.tied) or (
+        layer.kind is Kind.linear and layer.role is not Role.whole
+    )
+
+
+def tensor_mesh(groups: Groups, device: torch.device) -> DeviceMesh:
+    """The tensor group; it reuses the process group."""
+    handle = groups[TENSOR].handle
+    assert handle is not None, "there are several ranks"
+    return DeviceMesh.from_group(handle, device.type, mesh_dim_names=(TENSOR,))
+
+
+def parallelize(
+    unit: nn.Module,
+    layer: Layer,
+    *,
+    mesh: DeviceMesh,
+    ledger: Ledger,
+    label: str,
+    weights: Sequence[Source],
+    biases: Sequence[Source],
+) -> None:
+    """Let DTensor compute a layer of a unit that `is_served`.
+
+    Args:
+        label: Of rows in the ledger.
+        weights, biases: This rank's parts, one for each matrix that takes the same input; no biases: there are none.
+    """
+    scope = _Scope(ledger, Library(LAYER_STREAM, label, TENSOR))
+    call = _Words if layer.kind is Kind.embedding else _Rows if layer.role is Role.rows else _Columns
+    compute = call(mesh, scope, tuple(weights), tuple(biases))
+    members = (layer, *layer.others)
+    if len(members) == 1:
+        styles: dict[str, ParallelStyle] = {layer.path: _Calls(lambda x: compute(x)[0])}
+    else:
+        together = Together(compute, label)
+        styles = {each.path: _Calls(together.member(place)) for place, each in enumerate(members)}
+    parallelize_module(unit, mesh, styles)
+
+
+class _Calls(ParallelStyle):
+    """The module is computed by `call`."""
+
+    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._call = call
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        replace_call(module, self._call)
+        return module
+
+
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """In whose rows a layer's communication is: forward's within `forward`, backward's between that of what `begins`
+    and that of what `ends` with it.
+    """
+
+    ledger: Ledger
+    rows: Library
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        before = self.ledger.library
+        self.ledger.library = self.rows
+        try:
+            yield
+        finally:
+            self.ledger.library = before
+
+    def begins(self, y: Tensor) -> Tensor:
+        """An output, from whose gradient on backward is of this layer."""
+        begun: Tensor = _Begins.apply(self, y)  # type: ignore[no-untyped-call]
+        return begun
+
+    def ends(self, x: Tensor) -> Tensor:
+        """The input, whose gradient is the last of this layer."""
+        ended: Tensor = _Ends.apply(self, x)  # type: ignore[no-untyped-call]
+        return ended
+
+
+class _Begins(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scope: _Scope, y: Tensor) -> Tensor:
+        ctx.scope = scope
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
+        scope: _Scope = ctx.scope
+        scope.ledger.library = scope.rows
+        return None, dy
+
+
+class _Ends(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scope: _Scope, x: Tensor) -> Tensor:
+        ctx.scope = scope
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[None, Tensor]:
+        ctx.scope.ledger.library = None
+        return None, _arrived(dx)
+
+
+@dataclass(frozen=True, slots=True)
+class _Styled:
+    """What the three ways to compute share: parts seen as DTensors.
+
+    A matrix' parts are views of the parameters, whose gradients come back as this rank's parts of theirs.
+    """
+
+    mesh: DeviceMesh
+    scope: _Scope
+    weights: tuple[Source, ...]
+    biases: tuple[Source, ...]
+
+    def seen(self, part: Tensor, placement: Placement) -> DTensor:
+        return DTensor.from_local(part, self.mesh, [placement], run_check=False)
+
+    def summed(self, y: DTensor) -> Tensor:
+        """The sum of partial results, for every rank."""
+        whole: Tensor = y.redistribute(placements=[Replicate()]).to_local()
+        return _arrived(whole)
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns(_Styled):
+    """Matrices that are cut by their outputs. The gradient of the input is a sum, taken once for all of them."""
+
+    def __call__(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
+        with self.scope.forward():
+            needs = x_BTD.requires_grad
+            x = self.seen(self.scope.ends(x_BTD) if needs else x_BTD, Replicate())
+            made = []
+            for i, weight in enumerate(self.weights):
+                bias = self.seen(self.biases[i](), Shard(0)) if self.biases else None
+                y = functional.linear(x, self.seen(weight(), Shard(0)), bias).to_local()
+                made.append(self.scope.begins(y) if needs else y)
+            return tuple(made)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows(_Styled):
+    """A matrix that is cut by its inputs."""
+
+    def __call__(self, x_BTF: Tensor) -> tuple[Tensor, ...]:
+        with self.scope.forward():
+            x = self.seen(x_BTF, Shard(x_BTF.ndim - 1))
+            y = self.summed(functional.linear(x, self.seen(self.weights[0](), Shard(1))))
+        return (y + self.biases[0](),) if self.biases else (y,)
+
+
+@dataclass(frozen=True, slots=True)
+class _Words(_Styled):
+    """A table that is cut by its rows."""
+
+    def __call__(self, ids_BT: Tensor) -> tuple[Tensor, ...]:
+        with self.scope.forward():
+            table = self.seen(self.weights[0](), Shard(0))
+            return (self.summed(functional.embedding(self.seen(ids_BT, Replicate()), table)),)
+
+
+def _arrived(x: Tensor) -> Tensor:
+    """The tensor itself, when its collective has ended."""
+    return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
