@@ -1,7 +1,7 @@
 """What foreign language models share: the root around their own blocks, and how they are called.
 
-Only blocks keep their own forward. What lies around them (positions, masks, caches, the shift of labels, the loss) is done
-here, with the same numbers: a rank holds a part of tokens, words and heads only.
+Only blocks keep their own forward. What lies around them (positions, masks, caches, the shift of labels, the loss) is
+done here, with the same numbers: a rank holds a part of tokens, words and heads only.
 
 Shapes: B sequences, T tokens, D hidden, H heads, K key heads, E head size, V words.
 """
@@ -174,7 +174,8 @@ class Foreign(Stack):
         for key, (found, wanted) in settings.items():
             if found != wanted:
                 raise ValueError(
-                    f"{self.kind}.config.{key}={found!r}: must be {wanted!r} under parallelize, which builds nothing else"
+                    f"{self.kind}.config.{key}={found!r}: must be {wanted!r} under parallelize, which builds nothing "
+                    "else"
                 )
 
     def dropout_at(self, place: str, module: nn.Module) -> Dropout:
@@ -189,8 +190,8 @@ class Foreign(Stack):
             if name not in known:
                 path = name.rpartition(".")[0]
                 raise ValueError(
-                    f"{self.kind}: {path} ({type(self.get_submodule(path)).__qualname__}) has the parameter {name}, and is "
-                    f"no layer of a {self.spec.family} model that parallelize knows; take it out, or train without "
+                    f"{self.kind}: {path} ({type(self.get_submodule(path)).__qualname__}) has the parameter {name}, and "
+                    f"is no layer of a {self.spec.family} model that parallelize knows; take it out, or train without "
                     "parallelize"
                 )
 

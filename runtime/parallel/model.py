@@ -26,8 +26,8 @@ from .replicas import Replicas, Whole, local_part, whole_of_replicas
 class ParallelModel(nn.Module):
     """What `parallelize` returns.
 
-    Parameters have the names of the model that was given, and are this rank's parts: any optimizer that treats each number
-    by itself (AdamW, SGD) steps them as before.
+    Parameters have the names of the model that was given, and are this rank's parts: any optimizer that treats each
+    number by itself (AdamW, SGD) steps them as before.
 
     Attributes:
         stack: The model that computes.

@@ -32,8 +32,8 @@ def parallelize(module: nn.Module, config: Mapping[str, Any] | str | Path) -> Pa
     """Share a model out over the ranks that torchrun started.
 
     The script goes on as if it were one process: it gives the whole batch to every rank, and gets the loss of the whole
-    batch; gradients are those of that loss, and an optimizer over `model.parameters()`, made afterwards, steps each rank's
-    part.
+    batch; gradients are those of that loss, and an optimizer over `model.parameters()`, made afterwards, steps each
+    rank's part.
 
         model = twinbed.runtime.parallelize(model, "tensor=4 tensor_mode=2d")
 
@@ -56,7 +56,8 @@ def parallelize(module: nn.Module, config: Mapping[str, Any] | str | Path) -> Pa
     stack, caller = _understood(module, conf)
     if conf.parallel.pipeline > 1:
         raise ValueError(
-            f"parallel.pipeline={conf.parallel.pipeline}: must be 1; stages of a pipeline are not built into parallelize"
+            f"parallel.pipeline={conf.parallel.pipeline}: must be 1; stages of a pipeline are not built into "
+            "parallelize"
         )
     num_ranks, ranks_per_node = _world()
     layout = _layout(conf, stack, num_ranks)
@@ -118,10 +119,7 @@ def _understood(module: nn.Module, conf: ScriptConf) -> tuple[Stack, Caller]:
 
 def _world() -> tuple[int, int]:
     """(ranks, ranks of a node)."""
-    if dist.is_initialized():
-        world = dist.get_world_size()
-    else:
-        world = int(os.environ.get("WORLD_SIZE", 1))
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     here = local_world_size()
     if here is None and world > 1:
         raise ValueError(

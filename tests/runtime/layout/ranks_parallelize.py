@@ -96,8 +96,8 @@ def labelled(seed: int = 5) -> dict[str, Tensor]:
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    """The error in L2; of what is nearly 0, as the gradient of a bias of keys may be, that of 1e-3."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-3))
+    """The error in L2; of what is nearly 0, as the gradient of a bias of keys may be, that of 1e-2."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-2))
 
 
 def worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[str, float]:
@@ -145,7 +145,9 @@ LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: foreign("GPT2", n_inner=72, scale_attn_by_inverse_layer_idx=True),
     "gpt2 untied": lambda: foreign("GPT2", tie_word_embeddings=False, activation_function="relu"),
-    "llama": lambda: foreign("Llama", attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3, rms_norm_eps=1e-3),
+    "llama": lambda: foreign(
+        "Llama", attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3, rms_norm_eps=1e-3
+    ),
     "llama tied": lambda: foreign("Llama", tie_word_embeddings=True, head_dim=8, hidden_act="gelu"),
     "qwen2": lambda: foreign("Qwen2"),
 }
@@ -210,7 +212,10 @@ def own_models() -> dict[str, Any]:
             {"family": "llama", "qkv_bias": False, "out_bias": False, "mlp_bias": False},
             (batch["input_ids"], batch["labels"]),
         ),
-        "bert": ({"family": "bert", "head": "masked_lm", "token_types": 2}, (batch["input_ids"], batch["labels"])),
+        "bert": (
+            {"family": "bert", "head": "masked_lm", "token_types": 2},
+            (batch["input_ids"], batch["labels"]),
+        ),
         "vit": ({"family": "vit"} | PICTURES, (images, classes)),
     }
     found = {}
@@ -232,7 +237,12 @@ def dropped() -> dict[str, Any]:
     """Losses with dropout, of one model under several layouts; and a batch that differs between ranks."""
     batch = labelled()
     found: dict[str, Any] = {}
-    for config in ("seed=7 tensor=4 tensor_mode=2d", "seed=7 tensor=2", "seed=7 tensor=4 sequence=4", "seed=8 tensor=4"):
+    for config in (
+        "seed=7 tensor=4 tensor_mode=2d",
+        "seed=7 tensor=2",
+        "seed=7 tensor=4 sequence=4",
+        "seed=8 tensor=4",
+    ):
         model = parallelize(foreign("GPT2", resid_pdrop=0.2, embd_pdrop=0.1), config)
         model.train()
         found[config] = [float(model(**batch).loss.detach()) for _ in range(2)]
@@ -263,11 +273,32 @@ def ledgers() -> dict[str, Any]:
     }
 
 
+def recomputed() -> dict[str, Any]:
+    """Blocks that repeat their forward in backward, as the class's own checkpointing does."""
+    batch = labelled()
+    found = {}
+    models = {}
+    for name in ("once", "again"):
+        module = foreign("Llama")
+        if name == "again":
+            module.gradient_checkpointing_enable()
+        models[name] = parallelize(module, "tensor=4")
+        models[name](**batch).loss.backward()
+        found[name] = len(models[name].ledger.rows)
+    error = worst(models["again"].full_gradients(), models["once"].full_gradients())[1]
+    return {"error": error, "more": found["again"] - found["once"]}
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "examples": lambda: {name: losses(name) for name in ("gpt2", "llama", "plain")},
     "details": lambda: details(*FOUR) | details(*FOUR[:3], models=("gpt2 untied", "llama tied", "qwen2")),
     "eight": lambda: details(*EIGHT),
-    "rest": lambda: {"own": own_models(), "dropped": dropped(), "ledgers": ledgers()},
+    "rest": lambda: {
+        "own": own_models(),
+        "dropped": dropped(),
+        "ledgers": ledgers(),
+        "recomputed": recomputed(),
+    },
 }
 
 
