@@ -4,6 +4,7 @@ import copy
 import math
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, GPT2LMHeadModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention, GPT2Block, GPT2Model
@@ -109,10 +110,10 @@ def _attention(
     if scaling is not None and not math.isclose(scaling, natural, rel_tol=1e-12):
         q_BHTE = q_BHTE * (scaling / natural)
     mixed_BTX: Tensor = module.core(q_BHTE, k_BKTE, v_BKTE)
-    return mixed_BTX.unflatten(-1, (-1, head_size)), None
+    return torch.unflatten(mixed_BTX, -1, (-1, head_size)), None
 
 
-def _linear(conv: Conv1D) -> nn.Linear:
+def _linear(conv: Any) -> nn.Linear:
     features_in, features_out = conv.weight.shape
     made = nn.Linear(features_in, features_out, device="meta")
     made.weight = nn.Parameter(conv.weight.detach().t().contiguous(), conv.weight.requires_grad)

@@ -42,6 +42,7 @@ class Foreign(Stack):
         ValueError: If something in the module cannot be laid out, by name.
     """
 
+    counts_forwards = True
     blocks_path: str  # dotted, of the blocks
     table_path: str  # dotted, of the embedding
 
@@ -154,9 +155,10 @@ class Foreign(Stack):
                 f"{self.kind}.config.tie_word_embeddings={self.spec.tied_embeddings}, but lm_head.weight is "
                 f"{'' if tied else 'not '}that of {self.table_path}"
             )
-        if table.padding_idx is not None:
+        padding = getattr(table, "padding_idx", None)
+        if padding is not None:
             raise ValueError(
-                f"{self.kind}.config.pad_token_id={table.padding_idx}: the row of a padding word has no gradient, "
+                f"{self.kind}.config.pad_token_id={padding}: the row of a padding word has no gradient, "
                 "which is not built; set it to None (sequences of a batch have one length)"
             )
         return TiedHead(self, self.table_path) if tied else head
@@ -189,10 +191,10 @@ class Foreign(Stack):
         for name, _ in self.named_parameters():
             if name not in known:
                 path = name.rpartition(".")[0]
+                kind = type(self.get_submodule(path)).__qualname__
                 raise ValueError(
-                    f"{self.kind}: {path} ({type(self.get_submodule(path)).__qualname__}) has the parameter {name}, and "
-                    f"is no layer of a {self.spec.family} model that parallelize knows; take it out, or train without "
-                    "parallelize"
+                    f"{self.kind}: {path} ({kind}) has the parameter {name}, and is no layer of a {self.spec.family} "
+                    "model that parallelize knows; take it out, or train without parallelize"
                 )
 
     def _known_parameters(self) -> Iterator[str]:

@@ -6,11 +6,23 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ...policies.layout import ParallelLayout
+from ...policies.mesh import Mesh
 from ..stack import Stack
 
 
 class Caller(Protocol):
-    """Between a script and a stack."""
+    """Between a script and a stack.
+
+    Attributes:
+        counts_forwards: The dropouts' clock goes on with each forward by itself; else the script sets it.
+    """
+
+    counts_forwards: bool
+
+    def laid_out(self, layout: ParallelLayout, mesh: Mesh) -> None:
+        """Modules of the stack have become parts."""
+        ...
 
     def read_batch(self, args: Sequence[Any], given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(inputs, targets) of the whole batch; raises ValueError for arguments that have no meaning here."""
@@ -28,9 +40,13 @@ class Caller(Protocol):
 class OwnCaller:
     """Of a model of ours, which is called with inputs and targets."""
 
+    counts_forwards = False
+
     def __init__(self, model: Stack) -> None:
         self._kind = type(model).__name__
         self._signature = inspect.signature(model.forward)
+
+    def laid_out(self, layout: ParallelLayout, mesh: Mesh) -> None: ...
 
     def read_batch(self, args: Sequence[Any], given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         try:

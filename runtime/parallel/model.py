@@ -148,7 +148,7 @@ class ParallelModel(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.stack.named_parameters(prefix, recurse, remove_duplicate)
 
-    def state_dict(self, *args: Any, **given: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **given: Any) -> Any:  # type: ignore[override]
         """Refused: it would be this rank's parts under the names of the whole."""
         raise RuntimeError(
             "state_dict() of a parallel model would hold this rank's parts; full_state_dict(), called on all ranks, "

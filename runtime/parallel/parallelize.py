@@ -82,9 +82,7 @@ def parallelize(module: nn.Module, config: Mapping[str, Any] | str | Path) -> Pa
         micro=micro,
         sequence=sequence,
     )
-    is_foreign = caller is stack
-    if is_foreign:
-        stack.laid_out(layout, mesh)  # type: ignore[operator]
+    caller.laid_out(layout, mesh)
     replicas = join_replicas(
         stack,
         stack.units(),
@@ -104,7 +102,7 @@ def parallelize(module: nn.Module, config: Mapping[str, Any] | str | Path) -> Pa
         replicas=replicas,
         ledger=ledger,
         warnings=told,
-        counts_forwards=is_foreign,
+        counts_forwards=caller.counts_forwards,
     )
 
 
@@ -171,7 +169,9 @@ def _join(device: torch.device) -> None:
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            backend, store=torch.distributed.distributed_c10d.HashStore(), rank=0, world_size=1
+        )
 
 
 @torch.no_grad()

@@ -90,7 +90,7 @@ class Whole:
         self._policy, self._interpreter = policy, interpreter
         inside = {id(p): name for name, unit in units.items() if name != ROOT for p in unit.parameters()}
         root = units[ROOT]
-        self._parameters: dict[str, list[nn.Parameter]] = {name: [] for name in reversed(units)}
+        self._parameters: dict[str, list[nn.Parameter]] = {name: [] for name in reversed([*units])}
         for parameter in root.parameters():
             self._parameters[inside.get(id(parameter), ROOT)].append(parameter)
         self._queued = False
@@ -101,7 +101,7 @@ class Whole:
     def backward_begins(self) -> None:
         if not self._queued:
             self._queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._average)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -118,7 +118,7 @@ class Whole:
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             segments = [gradient.numel() for gradient in gradients]
             self._interpreter.whole(plan, unit=unit, flat=flat, segments=segments, mean=True)
-            for gradient, mean in zip(gradients, flat.split(segments), strict=True):
+            for gradient, mean in zip(gradients, torch.split(flat, segments), strict=True):
                 gradient.copy_(mean.view_as(gradient))
         check_reduced(self._policy, [u for u, ps in self._parameters.items() if _has_gradients(ps)], reduced)
 
