@@ -8,6 +8,8 @@ of kind "parameter" of the last one's.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .ring import BLOCK_GRADIENTS, BLOCKS
+
 Shape = tuple[int, ...]
 
 SAME, WIDE, PARAMETER = "same", "wide", "parameter"
@@ -108,6 +110,18 @@ def _attention_gradient(shapes: Sequence[Shape]) -> tuple[Made, ...]:
     return tuple(Made(shape) for shape in shapes[1:4])
 
 
+def _stack(shapes: Sequence[Shape]) -> tuple[Made, ...]:
+    return (Made((len(shapes), *shapes[0])),)
+
+
+def _merge(kind: str) -> Rule:
+    return lambda shapes: (Made(shapes[0], kind), Made(shapes[1], WIDE))
+
+
+def _attention_block_gradient(shapes: Sequence[Shape]) -> tuple[Made, ...]:
+    return (Made(shapes[1]), Made(shapes[2]))
+
+
 _RULES: dict[str, Rule] = {
     "add_bias": _first,
     "sum_tokens": _last_dim,
@@ -136,4 +150,11 @@ _RULES: dict[str, Rule] = {
     "loss_gradient": lambda shapes: (Made(shapes[1]),),
     "attention": _attention,  # and the logarithm of each row's sum
     "attention_gradient": _attention_gradient,
+    "stack": _stack,
+    **dict.fromkeys(BLOCKS, _attention),
+    **dict.fromkeys(BLOCK_GRADIENTS, _attention_block_gradient),
+    "merge": _merge(WIDE),
+    "merge_last": _merge(SAME),
+    "accumulate": lambda shapes: (Made(shapes[0], WIDE),),
+    "add": _first,
 }

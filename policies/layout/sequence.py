@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 
-from ..mesh import SEQUENCE, divisors
-from ..plan import AllToAll, Apply, Plan, Step
+from ..mesh import divisors
+from ..plan import Plan
 from .common import layer_plan
 from .layers import LayerRuns
 from .policy import Direction
-
-HEADS, TOKENS = 1, 2  # dimensions of queries, keys and values
+from .ring import ring, ring_backward
+from .tokens import token_runs
+from .ulysses import ulysses, ulysses_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,26 @@ class AttentionPlans:
     zigzag: bool = False
 
     def plan(self, event: LayerRuns) -> Plan | None:
+        """Of a layer of kind attention; None with one rank, which needs no other.
+
+        Raises:
+            ValueError: If the mode has no plans of its own.
+        """
         forward = event.direction is not Direction.backward
-        return layer_plan(_ulysses(event) if forward else _ulysses_backward(event))
+        if self.size == 1:
+            return None
+        if self.mode == "ulysses":
+            return layer_plan(ulysses(event) if forward else ulysses_backward(event))
+        if self.mode == "ring":
+            plan = ring if forward else ring_backward
+            return layer_plan(plan(event, size=self.size, zigzag=self.zigzag))
+        raise ValueError(
+            f"parallel.sequence_mode={self.mode!r} has no plans of attention; use ring or ulysses"
+        )
+
+    def token_runs(self, tokens: int, rank: int) -> tuple[tuple[int, int], ...]:
+        """[start, end) of the runs of a sequence's tokens that the `rank`-th of the group holds."""
+        return token_runs(tokens, size=self.size, zigzag=self.zigzag, rank=rank)
 
     def check(self, *, tokens: int, heads: int, kv_heads: int, features: int) -> None:
         """Raises ValueError if a size does not divide, naming both numbers.
@@ -50,38 +69,3 @@ class AttentionPlans:
                         f"{size // features} of model.{key}={size} that a rank has; use one of "
                         f"{divisors(size // features)}, or sequence_mode=ring"
                     )
-
-
-def _ulysses(event: LayerRuns) -> list[Step]:
-    """All tokens of some heads in place of some tokens of all heads (Jacobs et al. 2023, DeepSpeed-Ulysses)."""
-    return [
-        *(_to_heads(operand) for operand in ("q", "k", "v")),
-        Apply(
-            function="attention",
-            number=event.number,
-            reads=("q_heads", "k_heads", "v_heads"),
-            writes=("y_heads", "log_sums"),
-        ),
-        _to_tokens("y_heads", "y"),
-    ]
-
-
-def _ulysses_backward(event: LayerRuns) -> list[Step]:
-    return [
-        _to_heads("dy"),
-        Apply(
-            function="attention_gradient",
-            number=event.number,
-            reads=("dy_heads", "q_heads", "k_heads", "v_heads", "y_heads", "log_sums"),
-            writes=("dq_heads", "dk_heads", "dv_heads"),
-        ),
-        *(_to_tokens(f"d{operand}_heads", f"d{operand}") for operand in ("q", "k", "v")),
-    ]
-
-
-def _to_heads(operand: str) -> Step:
-    return AllToAll(axis=SEQUENCE, dim=HEADS, into_dim=TOKENS, reads=(operand,), writes=(f"{operand}_heads",))
-
-
-def _to_tokens(operand: str, made: str) -> Step:
-    return AllToAll(axis=SEQUENCE, dim=TOKENS, into_dim=HEADS, reads=(operand,), writes=(made,))

@@ -159,8 +159,9 @@ class _Styled:
     def seen(self, part: Tensor, placement: Placement) -> DTensor:
         return DTensor.from_local(part, self.mesh, [placement], run_check=False)
 
-    def summed(self, y: DTensor) -> Tensor:
+    def summed(self, y: Tensor) -> Tensor:
         """The sum of partial results, for every rank."""
+        assert isinstance(y, DTensor)
         whole: Tensor = y.redistribute(placements=[Replicate()]).to_local()
         return _arrived(whole)
 
@@ -176,8 +177,9 @@ class _Columns(_Styled):
             made = []
             for i, weight in enumerate(self.weights):
                 bias = self.seen(self.biases[i](), Shard(0)) if self.biases else None
-                y = functional.linear(x, self.seen(weight(), Shard(0)), bias).to_local()
-                made.append(self.scope.begins(y) if needs else y)
+                y = functional.linear(x, self.seen(weight(), Shard(0)), bias)
+                assert isinstance(y, DTensor)
+                made.append(self.scope.begins(y.to_local()) if needs else y.to_local())
             return tuple(made)
 
 

@@ -14,9 +14,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...policies.layout.border import Axes, num_parts, part_index
+from ...policies.layout.ring import BLOCK_GRADIENTS, BLOCKS
+from ...policies.layout.tokens import Seen, seen
 from ...policies.mesh import Mesh
 from ...policies.plan import Apply
-from .attention import attention, attention_gradient
+from .attention import (
+    accumulate,
+    add,
+    attention,
+    attention_block,
+    attention_block_gradient,
+    attention_gradient,
+    merge,
+    merge_last,
+)
 
 IGNORED = -100  # a target without a label
 
@@ -297,6 +308,45 @@ def _attention_gradient(step: Apply, context: Context, operands: Sequence[Tensor
     return attention_gradient(dy, q, k, v, y, log_sums, causal=bool(step.number))
 
 
+def _seen(step: Apply, context: Context, masks: tuple[bool, bool]) -> Seen:
+    """What this rank's queries see of a block that goes round."""
+    causal, zigzag = masks
+    size, rank = num_parts(context.mesh, step.axes), part_index(context.mesh, step.axes, context.rank)
+    return seen(size=size, zigzag=zigzag, causal=causal, rank=rank, step=step.number)
+
+
+def _attention_block(step: Apply, context: Context, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    q, kv = operands
+    return attention_block(q, kv, _seen(step, context, BLOCKS[step.function]))
+
+
+def _attention_block_gradient(
+    step: Apply, context: Context, operands: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    dy, q, kv, y, log_sums = operands
+    part = _seen(step, context, BLOCK_GRADIENTS[step.function])
+    return attention_block_gradient(dy, q, kv, y, log_sums, part)
+
+
+def _stack(step: Apply, context: Context, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return (torch.stack(list(operands)),)
+
+
+def _merge(step: Apply, context: Context, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    y, log_sums, y_sum, sums = operands
+    return (merge_last if step.function == "merge_last" else merge)(y, log_sums, y_sum, sums)
+
+
+def _accumulate(step: Apply, context: Context, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    part, total = operands
+    return (accumulate(part, total),)
+
+
+def _add(step: Apply, context: Context, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    part, other = operands
+    return (add(part, other),)
+
+
 _FUNCTIONS: dict[str, Function] = {
     "add_bias": _add_bias,
     "sum_tokens": _sum_tokens,
@@ -325,4 +375,11 @@ _FUNCTIONS: dict[str, Function] = {
     "loss_gradient": _loss_gradient,
     "attention": _attention,
     "attention_gradient": _attention_gradient,
+    **dict.fromkeys(BLOCKS, _attention_block),
+    **dict.fromkeys(BLOCK_GRADIENTS, _attention_block_gradient),
+    "stack": _stack,
+    "merge": _merge,
+    "merge_last": _merge,
+    "accumulate": _accumulate,
+    "add": _add,
 }

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from twinbed.policies.layout import functions as rules
+from twinbed.policies.layout.ring import BLOCK_GRADIENTS, BLOCKS
 from twinbed.policies.mesh import Mesh
 from twinbed.policies.plan import Apply
 from twinbed.runtime.layout import functions
@@ -55,6 +56,16 @@ OPERANDS: dict[str, list[Tensor]] = {
     "loss_gradient": [_r(1)[0], _r(B, T, S), _targets, _r(B, T), _r(2, B, T), _r(2)],
     "attention": [_r(B, H, T, E), _r(B, H, T, E), _r(B, H, T, E)],
     "attention_gradient": [*(_r(B, H, T, E) for _ in range(5)), _r(B, H, T)],
+    **{name: [_r(B, H, T, E), _r(2, B, H, T, E)] for name in BLOCKS},
+    **{
+        name: [_r(B, H, T, E), _r(B, H, T, E), _r(2, B, H, T, E), _r(B, H, T, E), _r(B, H, T) + 5]
+        for name in BLOCK_GRADIENTS
+    },
+    "stack": [_r(B, T), _r(B, T)],
+    "merge": [_r(B, H, T, E), _r(B, H, T), _r(B, H, T, E), _r(B, H, T)],
+    "merge_last": [_r(B, H, T, E), _r(B, H, T), _r(B, H, T, E), _r(B, H, T)],
+    "accumulate": [_r(B, T), _r(B, T)],
+    "add": [_r(B, T), _r(B, T)],
 }
 
 
@@ -101,6 +112,10 @@ def _is_wide(name: str, i: int) -> bool:
     }
     if name == "loss_gradient":
         return i != 1
+    if name in ("merge", "merge_last", "accumulate"):
+        return i >= 1
+    if name in BLOCK_GRADIENTS:
+        return i == 4
     return i >= first.get(name, 9)
 
 
