@@ -20,17 +20,19 @@ from twinbed.runtime import ParallelModel, parallelize
 from twinbed.runtime.stack import build_model
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-SIZES = ["--steps", "4", "--tokens", "32"]
+SIZES = ["--steps", "3", "--tokens", "32"]
 BATCH, TOKENS, WORDS = 8, 16, 61  # the words are padded in every mode
 
 LAYOUTS: Mapping[str, str] = {
     "1d": "tensor=4",
     "1d sequence": "tensor=4 sequence=4",
     "2d": "tensor=4 tensor_mode=2d",
+    "ring 1d": "sequence=2 sequence_mode=ring tensor=2",
+    "ring ddp": "sequence=2 sequence_mode=ring zigzag=false",
     "ulysses 1d": "sequence=2 sequence_mode=ulysses tensor=2",
     "zero3": "comm=zero3",
     "ddp 1d": "tensor=2",
-    "zeropp 1d": "tensor=2 comm=zeropp order=[data,sequence,tensor,pipeline]",
+    "zeropp 1d": "tensor=2 comm=zeropp",
     "hpz ulysses": "sequence=2 sequence_mode=ulysses comm=hpz",
 }
 
@@ -156,7 +158,8 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
 FOUR = (
     "tensor=4 tensor_mode=2d",
     "tensor=4 sequence=4",
-    "tensor=2 sequence=2 sequence_mode=ulysses comm=zero3",
+    "tensor=2 sequence=2 sequence_mode=ring",
+    "sequence=2 sequence_mode=ring comm=zero3",
     "tensor=2",
     "tensor=2 comm=zero1",
     "comm=zero3",
