@@ -15,6 +15,8 @@ CLASSES: Final[Mapping[str, tuple[str, str]]] = {
     "transformers.models.qwen2.modeling_qwen2.Qwen2ForCausalLM": ("llama", "ForeignLlama"),
 }
 
+_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 def adapt(module: nn.Module, *, seed: int = 0) -> Foreign:
     """The model as a stack, which takes its parameters over; `module` must not be used any more.
@@ -32,7 +34,27 @@ def adapt(module: nn.Module, *, seed: int = 0) -> Foreign:
             f"{name} is not known: parallelize takes twinbed's own models (runtime.stack.build_model), and exactly "
             f"{', '.join(path.rpartition('.')[2] for path in CLASSES)} of transformers"
         )
+    _check_unchanged(module)
     file, adapted = CLASSES[name]
     made: Foreign = getattr(import_module(f".{file}", __package__), adapted)(module, seed=seed)
     made.check_parameters()
     return made
+
+
+def _check_unchanged(module: nn.Module) -> None:
+    """Raises ValueError for what a script has hung into the model and that would be lost, or see parts only."""
+    kind = type(module).__name__
+    if getattr(module, "_loss_function", None) is not None:
+        raise ValueError(f"{kind}.loss_function was replaced: under parallelize the loss is the class's own")
+    for path, inner in module.named_modules():
+        where = path or "the model itself"
+        hooks = [hook for kept in _HOOKS for hook in getattr(inner, kept).values()]
+        if hooks:
+            raise ValueError(
+                f"{kind}: {where} has the hook {hooks[0]!r}, which would see a rank's part of what it expects; "
+                "parallelize takes models without hooks"
+            )
+        if "forward" in inner.__dict__:
+            raise ValueError(
+                f"{kind}: {where} has another forward than its class, which parallelize cannot lay out"
+            )

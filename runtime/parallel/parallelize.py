@@ -169,9 +169,8 @@ def _join(device: torch.device) -> None:
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(
-            backend, store=torch.distributed.distributed_c10d.HashStore(), rank=0, world_size=1
-        )
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 @torch.no_grad()

@@ -176,6 +176,18 @@ def with_adapter() -> Any:
     return model
 
 
+def with_hook() -> Any:
+    model = gpt2()
+    model.transformer.h[0].mlp.register_forward_hook(lambda *_: None)
+    return model
+
+
+def with_other_loss() -> Any:
+    model = llama()
+    model.loss_function = nn.functional.cross_entropy
+    return model
+
+
 def with_other_mlp() -> Any:
     class Mlp(type(gpt2().transformer.h[0].mlp)):  # type: ignore[misc]
         pass
@@ -200,6 +212,8 @@ class Derived(transformers.GPT2LMHeadModel):  # type: ignore[misc, name-defined]
         (lambda: Derived(gpt2().config), "", r"Derived is not known: .* exactly GPT2LMHeadModel"),
         (with_adapter, "", r"transformer\.h\.0\.mlp\.adapter \(Linear\) has the parameter .*adapter\.weight"),
         (with_other_mlp, "", r"transformer\.h\.0\.mlp is a .*Mlp; parallelize knows what a GPT2MLP does"),
+        (with_hook, "", r"transformer\.h\.0\.mlp has the hook"),
+        (with_other_loss, "", r"loss_function was replaced"),
         (lambda: gpt2(attn_pdrop=0.1), "", r"config\.attn_pdrop=0\.1: must be 0\.0"),
         (lambda: gpt2(reorder_and_upcast_attn=True), "", r"reorder_and_upcast_attn=True: must be False"),
         (lambda: gpt2(add_cross_attention=True), "", r"'add_cross_attention' is true"),
