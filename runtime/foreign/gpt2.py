@@ -121,7 +121,8 @@ def _linear(conv: Any) -> nn.Linear:
     return made
 
 
-def _positions(table: nn.Embedding) -> Positions:
-    made = Positions(1, table.embedding_dim)
+def _positions(table: Any) -> Positions:
+    with torch.device("meta"):  # draws no random numbers, of which the script's own depend
+        made = Positions(1, table.embedding_dim)
     made.weight = table.weight
     return made

@@ -72,6 +72,11 @@ class ParallelModel(nn.Module):
             ValueError: If the call or the batch's sizes cannot be served, by name.
         """
         inputs, targets = self._caller.read_batch(args, given)
+        if not self._layout.is_plain and torch.is_autocast_enabled(inputs.device.type):
+            raise RuntimeError(
+                "autocast does not reach into matrices that are shared out over ranks: cast the model, as by "
+                "model.to(torch.bfloat16), before parallelize takes it"
+            )
         share = self._take(inputs, targets)
         training = torch.is_grad_enabled()
         if training and self._stepped:
@@ -148,7 +153,7 @@ class ParallelModel(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.stack.named_parameters(prefix, recurse, remove_duplicate)
 
-    def state_dict(self, *args: Any, **given: Any) -> Any:  # type: ignore[override]
+    def state_dict(self, *args: Any, **given: Any) -> Any:
         """Refused: it would be this rank's parts under the names of the whole."""
         raise RuntimeError(
             "state_dict() of a parallel model would hold this rank's parts; full_state_dict(), called on all ranks, "

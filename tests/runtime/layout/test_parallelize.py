@@ -300,6 +300,13 @@ def test_one_process_is_plain(alone):
     assert [name for name, _ in model.named_parameters()] == list(dict(own().named_parameters()))
 
 
+def test_random_numbers_of_the_script_stay_as_they_are(alone):
+    for model in (gpt2(), llama(), own()):
+        before = torch.get_rng_state()
+        alone(model)
+        assert torch.equal(torch.get_rng_state(), before), type(model)
+
+
 def test_a_config_may_be_text_a_mapping_or_a_file(tmp_path):
     path = tmp_path / "parallel.yaml"
     path.write_text("tensor: 4\ntensor_mode: 2d\ncomm: zero3\nseed: 3\n", encoding="utf-8")
