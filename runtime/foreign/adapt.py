@@ -46,6 +46,9 @@ def _check_unchanged(module: nn.Module) -> None:
     kind = type(module).__name__
     if getattr(module, "_loss_function", None) is not None:
         raise ValueError(f"{kind}.loss_function was replaced: under parallelize the loss is the class's own")
+    if getattr(module, "_require_grads_hooks", None):
+        # The class's own, for checkpoints that need an input with a gradient; a stack's do not.
+        module.disable_input_require_grads()  # type: ignore[operator]
     for path, inner in module.named_modules():
         where = path or "the model itself"
         hooks = [hook for kept in _HOOKS for hook in getattr(inner, kept).values()]

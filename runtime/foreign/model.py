@@ -49,7 +49,10 @@ class Foreign(Stack):
     def __init__(self, module: Any, *, seed: int) -> None:
         self.kind = type(module).__name__
         config = module.config
-        super().__init__(spec_of(module), recompute=bool(module.is_activation_checkpointing))
+        super().__init__(
+            spec_of(module),
+            recompute=any(getattr(inner, "gradient_checkpointing", False) for inner in module.modules()),
+        )
         self.config = config
         self.dropout_clock.seed = seed
         self.loss = CrossEntropy()
@@ -74,7 +77,7 @@ class Foreign(Stack):
         Args:
             inputs, targets: [B, T] int64.
         """
-        return self.head_ends(self.behind_blocks(self.through_blocks(self.before_blocks(inputs)), targets))
+        return self.behind_blocks(self.through_blocks(self.before_blocks(inputs)), targets)
 
     def stack(self) -> nn.ModuleList:
         blocks = self.get_submodule(self.blocks_path)
