@@ -38,6 +38,13 @@ from twinbed.conf.compose import (
 from twinbed.conf.hints import hint
 from twinbed.conf.schema import ExperimentConf, Launch, Target
 from twinbed.policies.comm import CommPolicy, build_comm, describe_action, parse_event
+from twinbed.policies.layout import (
+    ParallelLayout,
+    is_layer_event,
+    layout_of,
+    parse_layer_event,
+    replicas_of,
+)
 from twinbed.policies.offload import (
     OffloadPolicy,
     describe_offload_actions,
@@ -112,11 +119,9 @@ def run_experiment(config: DictConfig, folder: Path) -> None:
             (where / RESULT).unlink(missing_ok=True)
     try:
         composed = from_hydra(config)
-        cluster = composed.experiment.cluster
+        seen = replicas_of(composed.experiment)
         policy, warnings = build_comm(
-            composed.experiment.comm,
-            num_ranks=cluster.num_ranks,
-            ranks_per_node=cluster.devices_per_node,
+            composed.experiment.comm, num_ranks=seen.num_ranks, ranks_per_node=seen.ranks_per_node
         )
     except ValueError as err:
         plain = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
@@ -281,7 +286,10 @@ def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...],
         predicted = replace(composed, experiment=experiment, resolved=to_dict(experiment))
         write_simulation(predicted, policy, warnings, folder / "sim")
     sim = read_record(folder / "sim")
-    again = all(replays(policy, record, make_offload_policy(composed, policy)) for record in (sim, real))
+    layout = layout_of(composed.experiment, composed.spec)
+    again = all(
+        replays(policy, record, make_offload_policy(composed, policy), layout) for record in (sim, real)
+    )
     parity = compare_records(sim, real, replay_equal=again, void=void)
     write_parity(folder, parity)
     sys.stdout.write(f"{summary(sim)}\n{summary(real)}\n{_verdict(parity)}\nrecord: {folder}\n")
@@ -299,16 +307,24 @@ def make_offload_policy(composed: Composed, policy: CommPolicy) -> OffloadPolicy
     return new_offload_policy(composed.experiment, spec=composed.spec, policy=policy)
 
 
-def replays(policy: CommPolicy, record: Record, offload: OffloadPolicy | None = None) -> bool:
+def replays(
+    policy: CommPolicy,
+    record: Record,
+    offload: OffloadPolicy | None = None,
+    layout: ParallelLayout | None = None,
+) -> bool:
     """Whether the record's events, put to the policies again, give the actions that were taken.
 
     Args:
         offload: A new one, for it has a memory; None: nothing was offloaded.
+        layout: None: every rank has the whole model, or its shard of all.
     """
 
     def answer(event: str) -> str:
         if offload is not None and is_offload_event(event):
             return describe_offload_actions(offload.decide(parse_offload_event(event)))
+        if layout is not None and is_layer_event(event):
+            return describe_action(layout.decide(parse_layer_event(event)))
         return describe_action(policy.decide(parse_event(event)))
 
     return all(answer(decision.event) == decision.action for decision in record.decisions)

@@ -258,13 +258,13 @@ def _resolve_batch(experiment: ExperimentConf, spec: ModelSpec) -> None:
 def _replicas(experiment: ExperimentConf) -> int:
     """Replicas of the model: what tensor and pipeline parallelism leave of the ranks."""
     parallel, cluster = experiment.parallel, experiment.cluster
-    model, ranks = parallel.tensor * parallel.pipeline, cluster.num_ranks
+    model, ranks = parallel.ranks_a_replica, cluster.num_ranks
     where = f"(cluster.nodes={cluster.nodes} x cluster.devices_per_node={cluster.devices_per_node})"
     if ranks % model:
-        raise ValueError(
-            f"parallel.tensor={parallel.tensor} times parallel.pipeline={parallel.pipeline} must divide the number "
-            f"of ranks, {ranks} {where}"
-        )
+        said = f"parallel.tensor={parallel.tensor} times parallel.pipeline={parallel.pipeline}"
+        if model > parallel.tensor * parallel.pipeline:
+            said += f" times parallel.sequence={parallel.sequence}"
+        raise ValueError(f"{said} must divide the number of ranks, {ranks} {where}")
     replicas = ranks // model
     if parallel.data not in (-1, replicas):
         left = "the number of ranks, " if model == 1 else f"{replicas}, what tensor and pipeline leave of "
@@ -274,11 +274,11 @@ def _replicas(experiment: ExperimentConf) -> int:
 
 def _check(experiment: ExperimentConf, spec: ModelSpec, warnings: list[str]) -> None:
     parallel = experiment.parallel
-    if experiment.engine is not Engine.megatron:
+    if experiment.engine not in (Engine.megatron, Engine.fsdp2):
         for key in ("tensor", "pipeline", "virtual_stages", "sequence"):
             if getattr(parallel, key) > 1:
                 raise ValueError(
-                    f"parallel.{key}={getattr(parallel, key)} needs engine=megatron, got engine="
+                    f"parallel.{key}={getattr(parallel, key)} needs engine=fsdp2 or megatron, got engine="
                     f"{experiment.engine.value}"
                 )
     if experiment.engine is not Engine.fsdp2 and experiment.target is not Target.sim:

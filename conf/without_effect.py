@@ -226,17 +226,21 @@ def _of_the_network(cluster: ClusterConf) -> list[Reader]:
 def _of_the_layout(experiment: ExperimentConf) -> list[Reader]:
     parallel, usual = experiment.parallel, ParallelConf()
     megatron = experiment.engine is Engine.megatron
-    of_stages = ("pipeline_schedule", "pipeline_overlap")
+    torch = experiment.engine is Engine.fsdp2
+    of_stages = {
+        "pipeline_schedule": (megatron or torch, "engine=fsdp2 or megatron and parallel.pipeline > 1"),
+        "pipeline_overlap": (megatron, "engine=megatron and parallel.pipeline > 1"),
+    }
     return [
         *(
             (
                 f"parallel.{key}",
                 getattr(parallel, key),
                 getattr(usual, key),
-                megatron and parallel.pipeline > 1,
-                "engine=megatron and parallel.pipeline > 1",
+                knows and parallel.pipeline > 1,
+                needs,
             )
-            for key in of_stages
+            for key, (knows, needs) in of_stages.items()
         ),
         (
             # flash attention keeps no scores that could be computed again, and does so itself

@@ -17,6 +17,7 @@ SEQUENCE: Final = "sequence"
 DATA: Final = "data"
 PIPELINE: Final = "pipeline"
 REPLICAS: Final = "replicas"
+STAGE: Final = "stage"
 
 # What a communication policy calls an axis -> its counterpart among the ranks that hold the same part of the model
 OF_REPLICAS: Final[Mapping[str, str]] = {
@@ -45,6 +46,8 @@ class Mesh:
     `replicas`: the ranks that hold the same part of the model, over `data` and `sequence`, which must be neighbours.
     A communication policy's `world` is that group, its `local` the ranks of it on one node (`replicas_local`), its
     `node` one of each of those (`replicas_node`), its `hpz` `replicas_hpz`; without other axes they are the same.
+
+    `stage`: all ranks with the same place on `pipeline`, which must be the first or the last axis for that.
 
     `cyclic`: rank r lies on node r % nodes. `rings_by_node`: a collective's ring goes through the ranks of a node
     before it leaves it, as NCCL's do (src/graph/connect.cc); else from rank to rank by number, as gloo's do.
@@ -205,6 +208,13 @@ class Mesh:
             if name in (DATA, SEQUENCE) and size > 1 and not replicas:
                 replicas = step
             step *= size
+        found[STAGE] = (1, self.num_ranks)
+        between = [name for name, size in self.dims if size > 1]
+        if PIPELINE in between and PIPELINE in (between[0], between[-1]):
+            apart = self.num_ranks // self.pipeline
+            found[STAGE] = (apart, self.pipeline if between[0] == PIPELINE else 1)
+        elif PIPELINE not in between:
+            found[STAGE] = (self.num_ranks, 1)
         replicas = replicas or self.num_ranks
         local = self.ranks_per_node // replicas if self.ranks_per_node % replicas == 0 else 1
         local = max(1, min(local, self.num_replicas))

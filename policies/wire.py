@@ -68,6 +68,20 @@ def reduce_to(mesh: Mesh, rank: int, group: Sequence[int], root: int, numel: int
     return to_peers(mesh, rank, messages)
 
 
+def reduce_tree(mesh: Mesh, rank: int, group: Sequence[int], root: int, nbytes: int) -> Sent:
+    """Up a binomial tree, a broadcast's mirror: every rank but the root sends the whole once."""
+    if rank == root:
+        return Sent(0, 0)
+    return to_peers(mesh, rank, [(binomial_parent(group, root, rank), nbytes)])
+
+
+def binomial_parent(group: Sequence[int], root: int, rank: int) -> int:
+    """From whom `rank`, which is not the root, gets its copy in a binomial broadcast."""
+    size, offset = len(group), group.index(root)
+    me = (group.index(rank) - offset) % size
+    return group[(me - (1 << (me.bit_length() - 1)) + offset) % size]
+
+
 def binomial_children(group: Sequence[int], root: int, rank: int) -> list[int]:
     """Ranks to which `rank` forwards in a binomial broadcast, in order of sending."""
     size = len(group)

@@ -57,10 +57,14 @@ class BERT(Stack):
         """0.02 everywhere, as the paper; the norm behind each sum leaves no residual to be kept small."""
         return 0.02
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    def before_blocks(self, inputs: Tensor) -> Tensor:
+        embedded_BTD: Tensor = self.bert.embeddings(inputs)
+        return embedded_BTD
+
+    def behind_blocks(self, x_BTD: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats, fp32, over the tokens whose target is not -100."""
-        x_BTD = self.through_blocks(self.bert.embeddings(tokens_BT))
-        return self.head_ends(self.loss(self.cls.predictions(x_BTD), targets_BT))
+        loss: Tensor = self.loss(self.cls.predictions(x_BTD), targets)
+        return loss
 
 
 class _Body(nn.Module):

@@ -15,7 +15,7 @@ from ..conf.compose import load_experiment
 from ..conf.schema import ExperimentConf
 from .case import Case
 from .intervals import length_ns, union
-from .laps import Lap
+from .laps import PIPELINE_LAP, Lap
 from .ledger import BESIDE, QUANTIZE_STREAM
 from .trainer import Trainer
 from .worker import WorkerContext
@@ -119,7 +119,7 @@ def calibrate(
     own = _middle_half(laps, spans, steps_ns[warmup:], micro_batches=k)
     gathered: list[Any] = [None] * context.num_ranks
     dist.all_gather_object(gathered, own)
-    return _mean(gathered, micro_batches=k)
+    return _mean(gathered, micro_batches=k, stages=experiment.parallel.pipeline)
 
 
 def _own_store(experiment: ExperimentConf) -> ExperimentConf:
@@ -149,7 +149,7 @@ def _middle_half(
         quantize += quantizing / len(kept)
         lengths.append(end - start - (_length_ns(inside) - quantizing))
         for lap in laps:
-            if lap.start_ns < start or lap.end_ns > end:
+            if lap.start_ns < start or lap.end_ns > end or lap.name == PIPELINE_LAP:
                 continue
             other = [s for s in inside if lap.start_ns <= s.start_ns < lap.end_ns]
             took = lap.end_ns - lap.start_ns - _length_ns(other)
@@ -165,12 +165,16 @@ def _length_ns(spans: Iterable[Span]) -> int:
 
 
 def _mean(
-    ranks: Sequence[tuple[dict[str, float], float, float, float]], *, micro_batches: int
+    ranks: Sequence[tuple[dict[str, float], float, float, float]], *, micro_batches: int, stages: int
 ) -> Calibration:
-    names = ranks[0][0]
+    """Of a pipeline each part is a mean over the ranks of the stage that has it; the root's two ends are added up."""
+    names = dict.fromkeys(name for parts, _, _, _ in ranks for name in parts)
     n = len(ranks)
+    have = {name: n if name == "step" else n // stages for name in names}
     return Calibration(
-        compute_ns={name: round(sum(parts[name] for parts, _, _, _ in ranks) / n) for name in names},
+        compute_ns={
+            name: round(sum(parts.get(name, 0.0) for parts, _, _, _ in ranks) / have[name]) for name in names
+        },
         quantize_ns=round(sum(quantize for _, quantize, _, _ in ranks) / n),
         iteration_ns=round(sum(iteration for _, _, iteration, _ in ranks) / n),
         micro_batches=micro_batches,

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..analysis.record import write_text
 from ..conf.compose import model_spec
-from ..conf.schema import ExperimentConf
+from ..conf.schema import ExperimentConf, ParallelConf
 from ..policies.comm import Placement, build_comm
+from ..policies.layout import replicas_of
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 CHECKPOINTS = "checkpoints"
 _MANIFEST = "twinbed.json"
-_VERSION = 2  # 2: placement and files
+_VERSION = 3  # 2: placement and files; 3: the layout
 _FULL_BYTES = 64 << 10  # less is free where a write has failed: the disk is full
 
 
@@ -36,6 +37,7 @@ class Checkpoint:
     model: dict[str, Any]  # the spec's fields
     optimizer: str
     placement: str  # where weights lived (policies.comm.Placement)
+    parallel: dict[str, Any]  # axes that cut the model, larger than 1; {} if none does
     files: dict[str, int]  # all but the manifest, with their sizes in bytes
 
 
@@ -69,9 +71,9 @@ def check_resume(experiment: ExperimentConf) -> None:
     found = find_checkpoint(Path(experiment.train.resume_from))
     where = f"train.resume_from={experiment.train.resume_from!r}"
     spec = _plain(asdict(model_spec(experiment)))
-    differ = [key for key in spec if key != "name" and spec[key] != found.model.get(key)]
-    if differ:
-        key = differ[0]
+    others = [name for name in spec if name != "name" and spec[name] != found.model.get(name)]
+    if others:
+        key = others[0]
         raise ValueError(
             f"{where}: its model has {key}={found.model.get(key)!r}; model.{key}={spec[key]!r} here"
         )
@@ -86,17 +88,32 @@ def check_resume(experiment: ExperimentConf) -> None:
             "here, and optimizer states of the one do not fit the other; go on with a policy that keeps them "
             f"{found.placement}"
         )
+    laid = _parallel(experiment)
+    if found.parallel != laid:
+        key = next(key for key in {**found.parallel, **laid} if found.parallel.get(key) != laid.get(key))
+        written = found.parallel.get(key, getattr(ParallelConf(), key))
+        raise ValueError(
+            f"{where}: written with parallel.{key}={written}; parallel.{key}={getattr(experiment.parallel, key)} here, "
+            "and each rank saves the part of the model that it has; go on with the same layout"
+        )
     _check_files(found, where)
     if found.step >= experiment.steps:
         raise ValueError(f"{where}: {found.step} steps are done; steps={experiment.steps} must be more")
 
 
 def _placement(experiment: ExperimentConf) -> str:
-    cluster = experiment.cluster
-    policy, _ = build_comm(
-        experiment.comm, num_ranks=cluster.num_ranks, ranks_per_node=cluster.devices_per_node
-    )
+    seen = replicas_of(experiment)
+    policy, _ = build_comm(experiment.comm, num_ranks=seen.num_ranks, ranks_per_node=seen.ranks_per_node)
     return policy.placement.value
+
+
+def _parallel(experiment: ExperimentConf) -> dict[str, Any]:
+    """What cuts the model, so that only the same layout can read a checkpoint; replicas may be more or fewer."""
+    conf, usual = experiment.parallel, ParallelConf()
+    if conf.ranks_a_replica == 1:
+        return {}
+    keys = ("pipeline", "virtual_stages", "tensor", "tensor_mode", "depth")
+    return {key: getattr(conf, key) for key in keys if getattr(conf, key) != getattr(usual, key)}
 
 
 def _check_files(found: Checkpoint, where: str) -> None:
@@ -116,6 +133,9 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    @property
+    def place(self) -> str: ...
 
 
 def save_checkpoint(
@@ -147,7 +167,7 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    state = {"model": engine.state_dict(), "optimizer": _optimizer_state(optimizer)}
+    state = {"model": engine.state_dict(), "optimizer": _optimizer_state(optimizer, engine.place)}
     try:
         save(state, checkpoint_id=partial, planner=planner)
     except CheckpointException as err:  # a BaseException, which nobody expects
@@ -162,6 +182,7 @@ def save_checkpoint(
             "model": asdict(model_spec(experiment)),
             "optimizer": experiment.optimizer.name,
             "placement": _placement(experiment),
+            "parallel": _parallel(experiment),
             "files": {path.name: path.stat().st_size for path in sorted(partial.iterdir()) if path.is_file()},
         }
         write_text(partial / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
@@ -188,7 +209,7 @@ def load_checkpoint(
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    state = {"model": engine.state_dict(), "optimizer": _optimizer_state(optimizer)}
+    state = {"model": engine.state_dict(), "optimizer": _optimizer_state(optimizer, engine.place)}
     try:
         load(state, checkpoint_id=checkpoint.folder, planner=planner)
     except CheckpointException as err:
@@ -219,12 +240,15 @@ def prepare_optimizer_state(optimizer: "torch.optim.Optimizer | None") -> None:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def _optimizer_state(optimizer: "torch.optim.Optimizer | None") -> dict[str, Any]:
-    """The state tensors themselves, so that loading fills them, by the parameter's place."""
+def _optimizer_state(optimizer: "torch.optim.Optimizer | None", place: str) -> dict[str, Any]:
+    """The state tensors themselves, so that loading fills them, by the parameter's place on this rank and the rank's in
+    the layout.
+    """
     if optimizer is None:
         return {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return {str(i): dict(optimizer.state[parameter]) for i, parameter in enumerate(parameters)}
+    prefix = f"{place}/" if place else ""
+    return {f"{prefix}{i}": dict(optimizer.state[parameter]) for i, parameter in enumerate(parameters)}
 
 
 def _read_manifest(folder: Path) -> Checkpoint:
@@ -240,6 +264,7 @@ def _read_manifest(folder: Path) -> Checkpoint:
             model=dict(values["model"]),
             optimizer=str(values["optimizer"]),
             placement=Placement(values["placement"]).value,
+            parallel=dict(values["parallel"]),
             files={str(name): int(nbytes) for name, nbytes in dict(values["files"]).items()},
         )
     except KeyError as err:

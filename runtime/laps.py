@@ -7,9 +7,11 @@ done for its unit on this thread: its own computation, and FSDP's copies and col
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
+
+PIPELINE_LAP: Final = "pipeline"  # between two passes of a stage: messages, and waits for them
 
 
 class Clock(Protocol):

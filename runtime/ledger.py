@@ -15,7 +15,8 @@ from typing import Any, Final, cast
 
 from ..analysis.record import Decision, LedgerRow, Span
 from ..policies.comm import CommEvent, describe_action, describe_event
-from ..policies.mesh import HPZ, LOCAL, NODE, OF_REPLICAS, REPLICAS, WORLD, Mesh
+from ..policies.layout import LayerRuns, describe_layer_event
+from ..policies.mesh import HPZ, LOCAL, NODE, OF_REPLICAS, PIPELINE, REPLICAS, WORLD, Mesh
 from ..policies.offload import (
     OffloadAction,
     OffloadEvent,
@@ -35,7 +36,7 @@ EVICT_STREAM: Final = "evict"
 COMMIT_STREAM: Final = "commit"  # copies of what stays near, for a generation that a crash leaves
 BESIDE: Final = (FETCH_STREAM, EVICT_STREAM, COMMIT_STREAM)
 
-_Event = CommEvent | OffloadEvent
+_Event = CommEvent | OffloadEvent | LayerRuns
 _Answer = Plan | tuple[OffloadAction, ...] | None
 
 _open = threading.local()  # .ledger: the one in which this thread's collective is a row
@@ -86,6 +87,7 @@ class Ledger:
         )  # .labels: of a thread that works for an earlier time; .scope: open row
         # Of library rows. Groups of equal ranks: the last name wins
         self._axes = {mesh.group(axis, rank): axis for axis in _named(mesh)}
+        self._pipeline = mesh.group(PIPELINE, rank)
 
     # ---- labels
 
@@ -171,7 +173,8 @@ class Ledger:
         if labels.phase == SETUP or len(group) == 1 or not payload_bytes:
             return
         of = self.library or Library(LIBRARY_STREAM, labels.layer)
-        axis = of.axis or self._axes.get(group, "other")
+        between_stages = op == "send" and group == self._pipeline
+        axis = of.axis or (PIPELINE if between_stages else self._axes.get(group, "other"))
         where = (self.rank, of.stream, labels.iteration, labels.phase, of.layer)
         sizes = (payload_bytes, sent.wire_bytes, sent.inter_node_bytes)
         self._rows.append((*where, op, axis, len(group), *sizes))
@@ -182,6 +185,10 @@ class Ledger:
 
     def decided(self, event: CommEvent, plan: Plan | None) -> None:
         """The policy was asked, and answered."""
+        self._decided.append((self.labels.iteration, event, plan))
+
+    def decided_layer(self, event: LayerRuns, plan: Plan | None) -> None:
+        """The layout was asked about a layer, and answered."""
         self._decided.append((self.labels.iteration, event, plan))
 
     def decided_offload(self, event: OffloadEvent, actions: tuple[OffloadAction, ...]) -> None:
@@ -233,6 +240,8 @@ def _named(mesh: Mesh) -> tuple[str, ...]:
 def _describe(event: _Event, answer: _Answer) -> tuple[str, str]:
     if isinstance(answer, tuple):
         return describe_offload_event(cast(OffloadEvent, event)), describe_offload_actions(answer)
+    if isinstance(event, LayerRuns):
+        return describe_layer_event(event), describe_action(answer)
     return describe_event(cast(CommEvent, event)), describe_action(answer)
 
 

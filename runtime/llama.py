@@ -63,10 +63,14 @@ class Llama(Stack):
         residual = name.endswith(("o_proj.weight", "down_proj.weight"))
         return 0.02 / math.sqrt(2 * self.spec.layers) if residual else 0.02
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    def before_blocks(self, inputs: Tensor) -> Tensor:
+        embedded_BTD: Tensor = self.model.drop(self.model.embed_tokens(inputs))
+        return embedded_BTD
+
+    def behind_blocks(self, x_BTD: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats per token, fp32."""
-        x_BTD = self.through_blocks(self.model.drop(self.model.embed_tokens(tokens_BT)))
-        return self.head_ends(self.loss(self.logits(x_BTD), targets_BT))
+        loss: Tensor = self.loss(self.logits(x_BTD), targets)
+        return loss
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """[B, T, V] from what the last block gave."""

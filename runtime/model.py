@@ -57,10 +57,13 @@ class GPT(Stack):
         residual = name.endswith(("proj.weight", "fc2.weight"))
         return 0.02 / math.sqrt(2 * self.spec.layers) if residual else 0.02
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    def before_blocks(self, inputs: Tensor) -> Tensor:
+        return self.embed(inputs)
+
+    def behind_blocks(self, x_BTD: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats per token, fp32."""
-        x_BTD = self.through_blocks(self.embed(tokens_BT))
-        return self.head_ends(self.loss(self.logits(x_BTD), targets_BT))
+        loss: Tensor = self.loss(self.logits(x_BTD), targets)
+        return loss
 
     def embed(self, tokens_BT: Tensor, first: int = 0) -> Tensor:
         """What goes into the first block; the tokens stand at positions `first` and on."""

@@ -44,12 +44,13 @@ class RankReport:
     laps: list[Lap]
     rows: list[LedgerRow]
     spans: list[Span]
-    decisions: list[Decision]  # rank 0's; all decide alike, so the others send the digest
+    decisions: list[Decision]  # rank 0's; all with the same units decide alike, so the others send the digest
     decision_digest: str
     memory_bytes: dict[str, int]
     interface: InterfaceBytes | None  # bytes during the steps and validations; one rank of each node
     checkpoints: list[str]
     skipped_steps: int
+    units_of: str = ""  # ranks with the same have the same units
     far_bytes: dict[str, int] | None = None  # in far memory, by class; None: nothing is offloaded
     moved_bytes: dict[str, int] | None = None  # to and from it in the last step
 
@@ -77,10 +78,12 @@ def write_outcome(
     if gathered is None:
         return
     reports: list[RankReport] = gathered
-    for other in reports[1:]:
-        if other.decision_digest != report.decision_digest:
+    first: dict[str, RankReport] = {}  # of each stage: others are asked for other units
+    for other in reports:
+        alike = first.setdefault(other.units_of, other)
+        if other.decision_digest != alike.decision_digest:
             raise RuntimeError(
-                f"rank {other.rank} took other decisions than rank 0: the policy {experiment.comm.name} "
+                f"rank {other.rank} took other decisions than rank {alike.rank}: the policy {experiment.comm.name} "
                 "depends on more than its events"
             )
     metrics = _mean_metrics(reports)
@@ -168,7 +171,7 @@ def _record(
     ]
     result |= _outside(reports)
     result["phases_s"] = mean_phases([step for own in phases for step in own[warmup:]])
-    _add_rates(result, experiment, spec, context.num_ranks)
+    _add_rates(result, experiment, spec, replicas_of_model(experiment, context.num_ranks), context.num_ranks)
     spans = _on_one_clock(reports)
     return Record(result, ledger=rows, decisions=list(reports[0].decisions), spans=spans)
 
@@ -199,26 +202,34 @@ def _outside(reports: Sequence[RankReport]) -> dict[str, Any]:
     }
 
 
-def _add_rates(result: dict[str, Any], experiment: ExperimentConf, spec: ModelSpec, num_ranks: int) -> None:
+def replicas_of_model(experiment: ExperimentConf, num_ranks: int) -> int:
+    """That are trained side by side, each on micro-batches of its own."""
+    return num_ranks // experiment.parallel.ranks_a_replica
+
+
+def _add_rates(
+    result: dict[str, Any], experiment: ExperimentConf, spec: ModelSpec, replicas: int, num_ranks: int
+) -> None:
     mean_s = result["iteration_s"]["mean"]
     if mean_s is None:
         return
     batch = experiment.batch
     sequence = batch.sequence or spec.sequence
-    rank_tokens_per_s = batch.micro * batch.accumulation * sequence / mean_s
+    tokens_per_s = replicas * batch.micro * batch.accumulation * sequence / mean_s
+    rank_tokens_per_s = tokens_per_s / num_ranks
     flop_per_s = rank_tokens_per_s * train_flop_per_token(spec, sequence)
     hardware = rank_tokens_per_s * train_flop_per_token(spec, sequence, experiment.recompute.value)
     device = experiment.cluster.device
     element = experiment.precision.element_bytes
     peak = experiment.cluster.emulated_flops_per_s or device.peak_flop_per_s(element)
     result |= {
-        "tokens_per_s": rank_tokens_per_s * num_ranks,
+        "tokens_per_s": tokens_per_s,
         "tflops_per_gpu": flop_per_s / 1e12,
         "tflops_per_gpu_hardware": hardware / 1e12,
         "mfu": flop_per_s / peak,
     }
     if experiment.train.tokens is not None:
-        seconds = experiment.train.tokens / (rank_tokens_per_s * num_ranks)
+        seconds = experiment.train.tokens / tokens_per_s
         hours = seconds * num_ranks / 3600
         price = device.price_per_hour
         result |= {

@@ -5,7 +5,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..conf.compose import model_spec
+from ..conf.model_spec import ModelSpec
 from ..conf.schema import Backend, ClusterConf, ExperimentConf, Precision
+from ..policies.layout import layout_of
+from ..policies.mesh import DATA
 from .checkpoint import check_resume
 from .data import check_data
 
@@ -48,8 +51,37 @@ def check_run(experiment: ExperimentConf) -> None:
             "use precision=bf16"
         )
     _check_offload(experiment)
+    _check_layout(experiment, spec)
     check_data(experiment, spec=spec)
     check_resume(experiment)
+
+
+def _check_layout(experiment: ExperimentConf, spec: ModelSpec) -> None:
+    """What does not go together with a model that is shared out over ranks."""
+    layout = layout_of(experiment, spec)
+    if layout is None:
+        return
+    said = " ".join(f"parallel.{axis}={size}" for axis, size in layout.dims if size > 1 and axis != DATA)
+    if experiment.offload.active:
+        raise ValueError(
+            f"offload={experiment.offload.name} with {said}: the runtime offloads models that are not shared out over "
+            "ranks; use offload=none, or parallel.data alone"
+        )
+    if (
+        layout.tensor > 1
+        and experiment.comm.parameter_server
+        and experiment.optimizer.name in ("lamb", "lars")
+    ):
+        raise ValueError(
+            f"optimizer={experiment.optimizer.name} with comm.parameter_server=true and parallel.tensor="
+            f"{layout.tensor}: norms of whole parameters are summed over all ranks of a stage, of which the server's "
+            "alone step; use another comm, or optimizer=adamw or sgd"
+        )
+    if layout.stages > 1 and experiment.comm.overlap and experiment.cluster.backend is Backend.gloo:
+        raise ValueError(
+            f"comm.overlap=true with parallel.pipeline={layout.stages} and cluster.backend=gloo: chunks of a "
+            "stage would share one communication thread, which is not built; use comm.overlap=false"
+        )
 
 
 def _check_offload(experiment: ExperimentConf) -> None:

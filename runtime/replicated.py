@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
@@ -21,6 +22,8 @@ from ..policies.plan import Plan
 from .gradients import bad_place, clip_factor, is_finite
 from .interpreter import Interpreter
 from .ledger import SETUP
+from .micro_batches import MicroBatches, evaluate_in_turn, num_right, train_in_turn
+from .optim.norms import Holders
 from .overlap import CommThread
 
 ROOT = "root"
@@ -95,7 +98,16 @@ class ReplicatedEngine:
         return self._model
 
     def parameters(self) -> list[nn.Parameter]:
-        return [p for unit in self._units for p in unit.owned.values()]
+        return list(self.named_parameters().values())
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        return {name: p for unit in self._units for name, p in unit.owned.items()}
+
+    def run_step(self, batches: MicroBatches) -> Tensor:
+        return train_in_turn(self, self._ledger, batches)
+
+    def evaluate(self, batches: MicroBatches) -> Tensor:
+        return evaluate_in_turn(self._model, batches, partial(num_right, self._model))
 
     def begin_micro_batch(self, index: int, count: int) -> None:
         self._micro_batch, self._num_micro_batches = index, count
@@ -125,23 +137,33 @@ class ReplicatedEngine:
                 if unit.parameters[name].requires_grad:
                     owned.grad = gradient.view_as(owned)
 
+    def gradients(self) -> dict[str, Tensor]:
+        return {n: p.grad for unit in self._units for n, p in unit.owned.items() if p.grad is not None}
+
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> float | None:
         if not self._owner:
             return None
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        gradients = list(self.gradients().values())
         norm = float(get_total_norm(gradients))
         factor = clip_factor(norm, max_norm)
         if factor < 1:
             torch._foreach_mul_(gradients, factor)
         return norm
 
+    def holders(self) -> Holders | None:
+        return None
+
+    def sum_norms(self, norms: Tensor, group: dist.ProcessGroup) -> None:
+        raise RuntimeError("every rank that owns weights has them whole, so their norms need no sum")
+
     def check_finite(self) -> None:
         for unit in self._units:
             for name, parameter in unit.owned.items():
                 if parameter.grad is not None and not is_finite(parameter.grad):
+                    rank = self._interpreter.groups.world_rank
                     raise RuntimeError(
-                        f"the gradient of {name} holds Inf or NaN on rank {self._rank}, {bad_place(parameter.grad)}"
+                        f"the gradient of {name} holds Inf or NaN on rank {rank}, {bad_place(parameter.grad)}"
                     )
 
     @torch.no_grad()
@@ -192,12 +214,11 @@ class ReplicatedEngine:
         return {name: p.detach().clone() for unit in self._units for name, p in unit.owned.items()}
 
     def full_gradients(self) -> dict[str, Tensor]:
-        return {
-            name: p.grad.clone()
-            for unit in self._units
-            for name, p in unit.owned.items()
-            if p.grad is not None
-        }
+        return {name: gradient.clone() for name, gradient in self.gradients().items()}
+
+    @property
+    def place(self) -> str:
+        return ""
 
     def secondary_bytes(self) -> int:
         return 0

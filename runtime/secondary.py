@@ -21,6 +21,7 @@ class SecondaryShard:
     def __init__(self, unit: str) -> None:
         self.unit = unit
         self.valid = False
+        self._readers = 0  # forwards whose backward has yet to read it
         self._axis = ""
         self._shard: Tensor | None = None
 
@@ -40,13 +41,23 @@ class SecondaryShard:
     def nbytes(self) -> int:
         return 0 if self._shard is None else self._shard.numel() * self._shard.element_size()
 
-    def issued(self, plan: Plan, phase: Phase, *, outlives_micro_batch: bool) -> None:
-        """A gather by `plan` is under way: what that does to the copy's validity."""
+    def issued(self, plan: Plan, phase: Phase, *, outlives_micro_batch: bool, training: bool = True) -> None:
+        """A gather by `plan` is under way: what that does to the copy's validity.
+
+        Without `outlives_micro_batch` a copy serves one backward for each forward that stored it: in a pipeline
+        several micro-batches are under way, and the copy goes when the last of them has read it.
+        """
         kinds = {type(step) for step in plan.steps}
         if LoadCopy in kinds and phase is Phase.backward and not outlives_micro_batch:
-            self.valid = False  # the backward that it was kept for has read it
+            self._readers = max(self._readers - 1, 0)
+            self.valid = self._readers > 0
         if StoreCopy in kinds:
+            self._readers += phase is Phase.forward and training
             self.valid = True
+
+    def invalidate(self) -> None:
+        """The weights have changed."""
+        self.valid, self._readers = False, 0
 
 
 class WeightsWatch:

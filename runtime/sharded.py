@@ -70,6 +70,7 @@ class ShardedHooks:
         self._changed = False  # since the last forward
         self._stepped = False  # since the last forward with gradients
         self._evaluated = False
+        self._training = True  # the last forward was one with gradients
         self._micro_batch, self._num_micro_batches = 0, 1
         self._plans: dict[str, Plan | None] = {}  # of this micro-batch's gradients; empty: not asked yet
         self._reduced: set[str] = set()  # units of which a micro-batch of this step reduces gradients
@@ -120,7 +121,7 @@ class ShardedHooks:
         """No copy of the weights is good any more."""
         self._changed = self._stepped = True
         for hooks in self._hooks:
-            hooks.copy.valid = False
+            hooks.copy.invalidate()
 
     def ask_to_publish(self) -> None:
         """After an optimizer step: a sharded placement has nothing to publish, and logs that it was asked."""
@@ -190,7 +191,8 @@ class ShardedHooks:
                 f"policy {self.policy.name!r} gathers nothing for {event}: a sharded unit cannot do without"
             )
         check_copy(self.policy, event, plan)
-        hooks.copy.issued(plan, self.phase, outlives_micro_batch=self.policy.copy_outlives_micro_batch)
+        outlives = self.policy.copy_outlives_micro_batch
+        hooks.copy.issued(plan, self.phase, outlives_micro_batch=outlives, training=self._training)
         return plan
 
     def reduce(self, hooks: "_UnitHooks", output: Tensor, slices: Tensor, *, mean: bool) -> None:
@@ -221,7 +223,7 @@ class ShardedHooks:
 
     def _forward_begins(self, module: nn.Module, args: object) -> None:
         activate(self.ledger)  # there may be other models in this process
-        training = torch.is_grad_enabled()
+        training = self._training = torch.is_grad_enabled()
         if self._changed or (training and self._evaluated):
             for unit in self.units.values():
                 unit.reshard()

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from torch.nn.utils import get_total_norm
 from ..conf.schema import Precision
 from ..policies.comm import CommPolicy
 from .gradients import bad_place, clip_factor, is_finite
-from .groups import device_mesh
 from .interpreter import Interpreter
 from .ledger import LIBRARY_STREAM
+from .micro_batches import MicroBatches, evaluate_in_turn, num_right, train_in_turn
+from .optim.norms import Holders
 from .overlap import CommThread
 from .sharded import ROOT, ShardedHooks
 
@@ -48,9 +50,9 @@ class ShardedEngine:
         self._model = model
         self._thread = thread
         self._ledger = interpreter.ledger
-        self._rank, self._world = interpreter.groups.rank, interpreter.mesh.num_ranks
+        self._rank, self._world = interpreter.groups.world_rank, interpreter.mesh.num_ranks
         options: dict[str, Any] = {
-            "mesh": device_mesh(interpreter.groups, device),
+            "mesh": interpreter.groups.device_mesh(device),
             "reshard_after_forward": policy.reshard_after_forward,
         }
         if precision is not Precision.fp32:
@@ -85,15 +87,27 @@ class ShardedEngine:
     def parameters(self) -> list[nn.Parameter]:
         return list(self._parameters.values())
 
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        return self._parameters
+
+    def run_step(self, batches: MicroBatches) -> torch.Tensor:
+        return train_in_turn(self, self._ledger, batches)
+
+    def evaluate(self, batches: MicroBatches) -> torch.Tensor:
+        return evaluate_in_turn(self._model, batches, partial(num_right, self._model))
+
     def begin_micro_batch(self, index: int, count: int) -> None:
         self._hooks.begin_micro_batch(index, count)
 
     def finish_gradients(self) -> None:
         self._hooks.finish_gradients()
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {n: _local(p.grad) for n, p in self._parameters.items() if p.grad is not None}
+
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> float | None:
-        gradients = [_local(p.grad) for p in self._parameters.values() if p.grad is not None]
+        gradients = list(self.gradients().values())
         # Not clip_grad_norm_: on DTensors it sends the norms of all parameters, where one number does.
         square = get_total_norm(gradients).float().square()
         if self._world > 1:
@@ -104,6 +118,13 @@ class ShardedEngine:
         if factor < 1:
             torch._foreach_mul_(gradients, factor)
         return norm
+
+    def holders(self) -> Holders | None:
+        return None
+
+    def sum_norms(self, norms: torch.Tensor, group: dist.ProcessGroup) -> None:
+        with self._ledger.span(LIBRARY_STREAM, "all_reduce of norms"):
+            dist.all_reduce(norms, group=group)
 
     def check_finite(self) -> None:
         for name, parameter in self._parameters.items():
@@ -148,6 +169,10 @@ class ShardedEngine:
     def full_gradients(self) -> dict[str, torch.Tensor]:
         with self._ledger.set_up():
             return {name: _whole(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+
+    @property
+    def place(self) -> str:
+        return ""
 
     def secondary_bytes(self) -> int:
         return self._hooks.secondary_bytes

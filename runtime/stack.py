@@ -20,6 +20,9 @@ class Stack(nn.Module, ABC):
     """Blocks of `conf.model_spec`, and a root around them. A model returns the loss, so that its head and the
     cross-entropy lie within the root unit.
 
+    A part of one (`layout.stages.keep_part`) has some of the blocks, and of the root what lies before or behind them:
+    it takes activations where it is not the first, and returns activations where it is not the last.
+
     Args:
         spec: Of the model.
         recompute: Every block repeats its forward in backward. The checkpoint lies outside the block's
@@ -28,12 +31,15 @@ class Stack(nn.Module, ABC):
             residual, is zeroed in training; attention's probabilities are left alone.
 
     Attributes:
+        is_first, is_last: Whether the root's layers before the blocks, and those behind them, are here.
         recompute_to_end: A recomputation goes on behind the last number that backward needs, so that the collectives
             there are repeated, however the block's products are computed.
         dropout_clock: Says where the training is; whoever trains with dropout sets it before each forward.
     """
 
     clock: Clock | None = None  # told when computation passes from unit to unit
+    is_first = True
+    is_last = True
 
     def __init__(self, spec: ModelSpec, *, recompute: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -51,18 +57,41 @@ class Stack(nn.Module, ABC):
         return Dropout(self.dropout, place=place, clock=self.dropout_clock)
 
     @abstractmethod
+    def before_blocks(self, inputs: Tensor) -> Tensor:
+        """What goes into the first block."""
+
+    @abstractmethod
+    def behind_blocks(self, x_BTD: Tensor, targets: Tensor) -> Tensor:
+        """The loss, from what the last block gave."""
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The loss in fp32, as the family says; of a part that is not the last, [B, T, D] for the next one.
+
+        Args:
+            inputs: Of a part that is not the first, what the one before it returned.
+            targets: Read by the last part alone.
+        """
+        x_BTD = self.through_blocks(self.before_blocks(inputs) if self.is_first else inputs)
+        if not self.is_last:
+            return x_BTD
+        if targets is None:
+            raise ValueError(f"{type(self).__name__} returns a loss: give it targets")
+        loss = self.behind_blocks(x_BTD if self._pace is None else self._pace.enter(x_BTD), targets)
+        return loss if self._pace is None else self._pace.leave(loss)
+
+    @abstractmethod
     def first_deviation(self, name: str, weight: Tensor) -> float:
         """Of the first values of a matrix."""
 
     def units(self) -> Mapping[str, nn.Module]:
-        """The modules whose weights move together, as `conf.model_spec.parameters` names them."""
-        return {"root": self} | {f"block.{i}": block for i, block in enumerate(self.stack())}
+        """The modules whose weights move together, as `conf.model_spec.parameters` names them; "root" also where a
+        part has nothing of it."""
+        return {"root": self} | {f"block.{i}": block for i, block in self.stack().named_children()}
 
     def through_blocks(self, x_BTD: Tensor) -> Tensor:
-        """From what the root embedded to what its head takes; `head_ends` takes the loss in the end."""
-        blocks = self.stack()
-        border, last = "root", len(blocks) - 1
-        for i, block in enumerate(blocks):
+        """From what the root embedded to what its head takes, or through the blocks of a part."""
+        border = "root"
+        for i, block in self.stack().named_children():
             x_BTD = boundary(x_BTD, self.clock, forward=f"forward/{border}", backward=f"backward/block.{i}")
             if self.recompute and torch.is_grad_enabled():
                 x_BTD = checkpoint(
@@ -75,12 +104,7 @@ class Stack(nn.Module, ABC):
             else:
                 x_BTD = block(x_BTD)
             border = f"block.{i}"
-        x_BTD = boundary(x_BTD, self.clock, forward=f"forward/block.{last}", backward="backward/root")
-        return x_BTD if self._pace is None else self._pace.enter(x_BTD)
-
-    def head_ends(self, loss: Tensor) -> Tensor:
-        """The loss, once the root has taken its time."""
-        return loss if self._pace is None else self._pace.leave(loss)
+        return boundary(x_BTD, self.clock, forward=f"forward/{border}", backward="backward/root")
 
     def emulate(self, flop_per_s: float, *, sequence: int, micro: int) -> None:
         """Make every unit take the time that its matmuls take at this rate (backward: twice that).

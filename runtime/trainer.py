@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from ..conf.compose import load_experiment, model_spec
 from ..conf.model_spec import ModelSpec
 from ..conf.schema import ExperimentConf, OffloadKind, Recompute
-from ..policies.comm import build_comm
-from ..policies.mesh import Mesh
+from ..policies.comm import CommPolicy, build_comm
+from ..policies.layout import ParallelLayout, layout_of, replicas_of
+from ..policies.mesh import DATA, PIPELINE, Mesh
 from ..policies.offload import Kind
 from .case import Case
 from .checkpoint import (
@@ -27,16 +28,21 @@ from .checkpoint import (
 from .collectives import backend_of, build_collectives
 from .data import Tokens, build_batches
 from .dispatch import activate
+from .dropout import DropoutClock
 from .failure import ElsewhereError
+from .groups import Groups
 from .images import Images
 from .interfaces import InterfaceBytes, read_interface
 from .interpreter import Interpreter
 from .laps import Laps
+from .layout.build import build_layout_engine
+from .layout.tokens import token_index
 from .learning_rate import learning_rate
 from .ledger import LIBRARY_STREAM, Ledger
 from .loss_scale import LossScale, build_loss_scale
 from .memory import PeakMemory, keep_freed_memory, local_bytes, optimizer_bytes, return_freed_memory
 from .metrics import MetricsWriter, StepMetrics
+from .micro_batches import MicroBatches, nothing
 from .offload.disk import FOLDER as OFFLOAD_FOLDER
 from .offload.disk import DiskOffload
 from .offload.host import host_memory
@@ -44,8 +50,7 @@ from .optim.build import build_optimizer
 from .optim.trust import TrustRatioOptimizer
 from .outcome import RankReport, clock_name, decision_digest, write_outcome
 from .sharded_engine import ShardedEngine
-from .stack import build_model
-from .vit import ViT
+from .stack import Stack, build_model
 from .worker import WorkerContext
 from .wrap import CommEngine, wrap_model
 
@@ -92,38 +97,28 @@ class Trainer:
         self.spec: ModelSpec = model_spec(experiment)
         batch = experiment.batch
         self.sequence = batch.sequence or self.spec.sequence
-        self.batches = build_batches(experiment, self.spec, rank=context.rank, num_ranks=context.num_ranks)
-        recompute = experiment.recompute is Recompute.full
-        model = build_model(
-            self.spec, seed=experiment.seed, recompute=recompute, dropout=experiment.train.dropout
-        ).to(context.device)
-        self._dropout_clock = model.dropout_clock
-        self._classifier = model if isinstance(model, ViT) else None
-        rate = experiment.cluster.emulated_flops_per_s
-        if rate is not None:
-            model.emulate(rate, sequence=self.sequence, micro=batch.micro)
         cuda = context.device.type == "cuda"
         self.laps = Laps(torch.cuda.synchronize if cuda else None)
-        model.clock = self.laps
-        policy, _ = build_comm(
-            experiment.comm, num_ranks=context.num_ranks, ranks_per_node=context.ranks_per_node
-        )
-        mesh = Mesh.of(experiment.cluster, policy.hpz_size)
+        layout = layout_of(experiment, self.spec)
+        seen = replicas_of(experiment)
+        policy, _ = build_comm(experiment.comm, num_ranks=seen.num_ranks, ranks_per_node=seen.ranks_per_node)
+        mesh = Mesh.of(experiment.cluster, policy.hpz_size, layout.dims if layout is not None else ())
+        self.replicas, self._replica = mesh.data, mesh.index(DATA, context.rank)
+        self.batches = build_batches(experiment, self.spec, rank=self._replica, num_ranks=self.replicas)
+        self._tokens = None  # which of a sequence's tokens are here; None: all
+        if layout is not None and layout.sequence > 1:
+            self._tokens = token_index(layout, mesh, context.rank, self.sequence)
+        self._dropout_clocks: list[DropoutClock] = []
         self.ledger = Ledger(rank=context.rank, mesh=mesh)
         activate(self.ledger)
-        collectives = build_collectives(backend_of(context.device))
-        self.engine: CommEngine = wrap_model(
-            model,
-            policy=policy,
-            interpreter=Interpreter(context.groups(mesh), self.ledger, collectives),
-            precision=experiment.precision,
-            device=context.device,
-            overlap=experiment.comm.overlap and overlap,
-            micro_batches=batch.accumulation,
-            host_memory=host_memory(experiment.offload),
+        self.engine: CommEngine = self._build_engine(
+            layout, policy, context.groups(mesh), overlap=experiment.comm.overlap and overlap
         )
         self.optimizer = build_optimizer(
-            experiment.optimizer, list(self.engine.parameters()), all_reduce=self._sum_norms
+            experiment.optimizer,
+            list(self.engine.parameters()),
+            all_reduce=self.engine.sum_norms,
+            holders=self.engine.holders(),
         )
         self.offload: DiskOffload | None = None
         if experiment.offload.name == "disk":
@@ -181,28 +176,20 @@ class Trainer:
             steps=self.experiment.steps,
             conf=self.experiment.train,
         )
-        losses: list[torch.Tensor] = []
         start_ns = self.laps.start()
+        self.ledger.at(iteration=step)
         if self.offload is not None:
-            self.ledger.at(iteration=step)
             self.offload.begins("train")
-        for micro_batch in range(accumulation):
-            inputs, targets = self._on_device(self.batches.train(step, micro_batch))
-            first = (micro_batch * self.context.num_ranks + self.context.rank) * self.experiment.batch.micro
-            self._dropout_clock.at(step=step, first_sequence=first)
-            self.ledger.at(iteration=step, phase="forward", layer="")
-            self.engine.begin_micro_batch(micro_batch, accumulation)
-            self.laps.lap("step")
-            loss = self.engine.model(inputs, targets)
-            self.laps.lap("forward/root")
-            self.ledger.at(iteration=step, phase="backward", layer="")
-            if self.offload is not None and micro_batch == accumulation - 1:
-                self.offload.settle()
-            (loss * (scale / accumulation)).backward()
-            if micro_batch == accumulation - 1:
-                self.engine.finish_gradients()
-            self.laps.lap("backward/root")
-            losses.append(loss.detach())
+        losses = self.engine.run_step(
+            MicroBatches(
+                count=accumulation,
+                read=lambda index: self._on_device(self.batches.train(step, index)),
+                factor=scale / accumulation,
+                clock=self.laps,
+                begins=lambda index: self._tell_dropout(step, index),
+                before_last_backward=self.offload.settle if self.offload is not None else nothing,
+            )
+        )
         self.ledger.at(iteration=step, phase="step", layer="")
         norm, skipped = self._apply(rate, scale)
         self.engine.after_optimizer_step()  # after a skipped step too: all ranks must go the same way
@@ -212,10 +199,10 @@ class Trainer:
         end_ns = self.laps.stop("step")
         self.progress.steps_ns.append((start_ns, end_ns))
         seconds = (end_ns - start_ns) / 1e9
-        tokens_per_step = self.context.num_ranks * self.experiment.batch.micro * accumulation * self.sequence
+        tokens_per_step = self.replicas * self.experiment.batch.micro * accumulation * self.sequence
         metrics = StepMetrics(
             step=step,
-            loss=float(torch.stack(losses).mean()),
+            loss=float(losses.mean()),
             learning_rate=rate,
             gradient_norm=norm if norm is not None and math.isfinite(norm) else None,
             loss_scale=scale if self.loss_scale is not None else None,
@@ -226,30 +213,25 @@ class Trainer:
         self.progress.metrics.append(metrics)
         return metrics
 
-    @torch.no_grad()
     def validate(self, step: int) -> tuple[float, float | None]:
         """Over the validation batches of all ranks: the mean loss, and of a classifier the share told right."""
         self.ledger.at(iteration=step, phase="eval", layer="")
         if self.offload is not None:
             self.offload.begins("eval")
         batches = self.experiment.train.eval_batches
-        total = torch.zeros(2 if self._classifier is not None else 1, device=self.context.device)
-        self.engine.model.eval()
-        for batch in range(batches):
-            inputs, targets = self._on_device(self.batches.validation(batch))
-            total[0] += self.engine.model(inputs, targets)
-            if self._classifier is not None:
-                total[1] += self._classifier.num_right
-        self.engine.model.train()
-        total[0] /= batches * self.context.num_ranks
+        both = self.engine.evaluate(
+            MicroBatches(count=batches, read=lambda index: self._on_device(self.batches.validation(index)))
+        )
+        total = both if self._classifies else both[:1].clone()
+        total[0] /= batches * self.replicas
         self.ledger.at(iteration=step, phase="eval", layer="")
         if self.context.num_ranks > 1:
             with self.ledger.span(LIBRARY_STREAM, "all_reduce of the loss"):
                 dist.all_reduce(total)
-        if self._classifier is None:
+        if not self._classifies:
             return float(total), None
         counted = self.batches.num_counted(batches)  # what only fills up the last batches adds no loss
-        given = batches * self.context.num_ranks * self.experiment.batch.micro
+        given = batches * self.replicas * self.experiment.batch.micro
         return float(total[0]) * given / counted, float(total[1]) / counted
 
     def close(self) -> None:
@@ -291,9 +273,56 @@ class Trainer:
                 self.optimizer.step()
         return norm, False
 
-    def _sum_norms(self, norms: torch.Tensor, group: dist.ProcessGroup) -> None:
-        with self.ledger.span(LIBRARY_STREAM, "all_reduce of norms"):
-            dist.all_reduce(norms, group=group)
+    def _tell_dropout(self, step: int, micro_batch: int) -> None:
+        """Masks follow from where a sequence stands in the step, whoever has it."""
+        first = (micro_batch * self.replicas + self._replica) * self.experiment.batch.micro
+        for clock in self._dropout_clocks:
+            clock.at(step=step, first_sequence=first)
+
+    def _new_model(self) -> Stack:
+        experiment = self.experiment
+        recompute = experiment.recompute is Recompute.full
+        model = build_model(
+            self.spec, seed=experiment.seed, recompute=recompute, dropout=experiment.train.dropout
+        ).to(self.context.device)
+        self._dropout_clocks.append(model.dropout_clock)
+        rate = experiment.cluster.emulated_flops_per_s
+        if rate is not None:
+            model.emulate(rate, sequence=self.sequence, micro=experiment.batch.micro)
+        model.clock = self.laps
+        return model
+
+    def _build_engine(
+        self, layout: ParallelLayout | None, policy: CommPolicy, groups: Groups, *, overlap: bool
+    ) -> CommEngine:
+        experiment, device = self.experiment, self.context.device
+        if layout is None:
+            return wrap_model(
+                self._new_model(),
+                policy=policy,
+                interpreter=Interpreter(groups, self.ledger, build_collectives(backend_of(device))),
+                precision=experiment.precision,
+                device=device,
+                overlap=overlap,
+                micro_batches=experiment.batch.accumulation,
+                host_memory=host_memory(experiment.offload),
+            )
+        return build_layout_engine(
+            self._new_model,
+            layout=layout,
+            policy=policy,
+            groups=groups,
+            ledger=self.ledger,
+            precision=experiment.precision,
+            device=device,
+            micro=experiment.batch.micro,
+            tokens=self.sequence,
+            overlap=overlap,
+        )
+
+    @property
+    def _classifies(self) -> bool:
+        return self.spec.family == "vit"
 
     def _save(self, folder: Path, step: int) -> None:
         with self.offload.saving() if self.offload is not None else nullcontext() as planner:
@@ -371,6 +400,8 @@ class Trainer:
         self, batch: tuple[Tokens, Tokens] | tuple[Images, Tokens]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets = (torch.from_numpy(part.copy()).to(self.context.device) for part in batch)
+        if self._tokens is not None:
+            return inputs[:, self._tokens], targets[:, self._tokens]
         return inputs, targets
 
     def _report(self, before: InterfaceBytes | None, peak_bytes: int) -> RankReport:
@@ -404,6 +435,7 @@ class Trainer:
             interface=after.since(before) if before is not None and after is not None else None,
             checkpoints=self.progress.checkpoints,
             skipped_steps=self.loss_scale.skipped_steps if self.loss_scale is not None else 0,
+            units_of=f"{PIPELINE}{self.ledger.mesh.index(PIPELINE, self.context.rank)}",
             far_bytes=self.offload.far_bytes() if self.offload is not None else None,
             moved_bytes=self.offload.residency.moved_bytes("train") if self.offload is not None else None,
         )

@@ -64,14 +64,16 @@ class ViT(Stack):
             return 0.02
         return math.sqrt(2 / sum(weight.shape))
 
-    def forward(self, images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
+    def before_blocks(self, inputs: Tensor) -> Tensor:
+        embedded_BTD: Tensor = self.vit.embeddings(inputs.to(self.vit.embeddings.cls_token.dtype))
+        return embedded_BTD
+
+    def behind_blocks(self, x_BTD: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy in nats, fp32: summed over the images that have a class, and divided by B."""
-        images_BCHW = images_BCHW.to(self.classifier.weight.dtype)
-        x_BTD = self.through_blocks(self.vit.embeddings(images_BCHW))
         logits_BK = self.classifier(self.vit.layernorm(x_BTD)[:, 0])
-        loss = self.head_ends(self.loss(logits_BK, labels_B))
+        loss: Tensor = self.loss(logits_BK, targets)
         if not torch.is_grad_enabled():
-            self.num_right = self.count_right(logits_BK, labels_B)
+            self.num_right = self.count_right(logits_BK, targets)
         return loss
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -15,6 +16,8 @@ from .dispatch import activate
 from .groups import Groups
 from .interpreter import Interpreter
 from .ledger import Ledger
+from .micro_batches import MicroBatches
+from .optim.norms import Holders
 from .overlap import CommThread
 
 WIRE_DTYPE = {
@@ -36,26 +39,24 @@ class HasUnits(Protocol):
 class CommEngine(Protocol):
     """Trains a model under a policy. A step is:
 
-    begin_micro_batch, forward through `model`, backward, for each micro-batch; finish_gradients; then, as
-    wanted, clip_gradients and check_finite; the optimizer's step over `parameters`; after_optimizer_step;
-    zero_grad.
+    run_step; then, as wanted, clip_gradients and check_finite; the optimizer's step over `parameters`;
+    after_optimizer_step; zero_grad.
     """
 
-    @property
-    def model(self) -> nn.Module:
-        """To be called in place of the model that was given."""
+    def run_step(self, batches: MicroBatches) -> torch.Tensor:
+        """Forward and backward of all micro-batches: gradients of `parameters` are complete then, and in fp32.
+
+        Returns:
+            [batches.count], the losses of this rank's replica of the model; on all its ranks.
+        """
+        ...
+
+    def evaluate(self, batches: MicroBatches) -> torch.Tensor:
+        """Forward without gradients. Summed over all ranks: [sum of the losses, answers told right], fp32."""
         ...
 
     def parameters(self) -> list[nn.Parameter]:
         """What the optimizer steps: fp32, this rank's part. Empty where another rank owns the weights."""
-        ...
-
-    def begin_micro_batch(self, index: int, count: int) -> None:
-        """Before the forward of micro-batch `index` of `count` of this step."""
-        ...
-
-    def finish_gradients(self) -> None:
-        """After the last backward of a step: gradients of `parameters` are complete, and in fp32."""
         ...
 
     def clip_gradients(self, max_norm: float) -> float | None:
@@ -99,8 +100,51 @@ class CommEngine(Protocol):
         """What this rank holds for hpZ."""
         ...
 
+    @property
+    def place(self) -> str:
+        """Where this rank stands on the axes that cut the model, such as "pipeline1"; "" if none does."""
+        ...
+
+    def holders(self) -> Holders | None:
+        """Who holds the parts of `parameters`, where these do not say it themselves."""
+        ...
+
+    def sum_norms(self, norms: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Add up, over the ranks that hold parts of the same parameters, what an optimizer asks for."""
+        ...
+
     def close(self) -> None:
         """Let go of threads and hooks."""
+        ...
+
+
+class PassEngine(CommEngine, Protocol):
+    """One that has the whole model, or one part of it, and runs a pass at a time.
+
+    For each micro-batch begin_micro_batch, forward through `model` and backward; after the last one
+    finish_gradients. `begin_micro_batch` is about the backward that comes next: of several forwards that are under
+    way it is to be called before each one's backward.
+    """
+
+    @property
+    def model(self) -> nn.Module:
+        """To be called in place of the model that was given."""
+        ...
+
+    def begin_micro_batch(self, index: int, count: int) -> None:
+        """Before the backward of micro-batch `index` of `count` of this step, or before its forward."""
+        ...
+
+    def finish_gradients(self) -> None:
+        """After the last backward of a step: gradients of `parameters` are complete, and in fp32."""
+        ...
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """`parameters` by name, in their order."""
+        ...
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """By name, this rank's parts of the gradients of `parameters`; those that are None are left out."""
         ...
 
 
@@ -123,7 +167,7 @@ def wrap_model(
     overlap: bool = False,
     micro_batches: int = 1,
     host_memory: CPUOffloadPolicy | None = None,
-) -> CommEngine:
+) -> PassEngine:
     """Give `model` to the policy.
 
     Args:

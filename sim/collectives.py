@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from ..conf.schema import Backend
 from ..policies.mesh import Mesh
-from ..policies.wire import binomial_children
+from ..policies.wire import binomial_children, binomial_parent
 from .interpreter import Transfer, Work, peer_of
 from .machine import Machine, Steps, Tag
 from .nccl import Nccl
@@ -130,6 +130,8 @@ class PerStep:
                 yield from self._ring_reduce(at, transfer, rounds=2 * (len(group) - 1))
             case "broadcast":
                 yield from _broadcast(at, transfer)
+            case "reduce_tree":
+                yield from self._reduce_tree(at, transfer)
             case _:
                 yield from self._ring_reduce(at, transfer, rounds=len(group) - 1)
                 yield from self._collect(at, transfer)
@@ -283,6 +285,17 @@ class PerStep:
 
         yield from self._ring(at, chunk_bytes, rounds=rounds, shift=-1, segments=segments, work_of=work_of)
 
+    def _reduce_tree(self, at: "_Place", transfer: Transfer) -> Steps:
+        """The broadcast's binomial tree from its leaves on: what the children have is added, last child first."""
+        root, nbytes = at.group[transfer.root], transfer.message_bytes
+        children = binomial_children(at.group, root, at.rank)
+        coming = [at.receive(child, 0, nbytes) for child in children]
+        for arrival in reversed(coming):
+            yield arrival
+            yield from self._machine.work(at.rank, (whole_addition(transfer),))
+        if at.rank != root:
+            yield at.send(binomial_parent(at.group, root, at.rank), 0, nbytes)
+
     def _collect(self, at: "_Place", transfer: Transfer) -> Steps:
         """Every rank's chunk of the sum goes to the root."""
         chunk_bytes, _, _ = reduce_chunks(transfer)
@@ -324,12 +337,14 @@ def _broadcast(at: _Place, transfer: Transfer) -> Steps:
     """Binomial tree: the whole buffer comes, then goes to all children at once."""
     root = at.group[transfer.root]
     if at.rank != root:
-        size, offset = len(at.group), transfer.root
-        place = (at.group.index(at.rank) - offset) % size
-        parent = at.group[(place - (1 << (place.bit_length() - 1)) + offset) % size]
-        yield at.receive(parent, 0, transfer.message_bytes)
+        yield at.receive(binomial_parent(at.group, root, at.rank), 0, transfer.message_bytes)
     children = binomial_children(at.group, root, at.rank)
     yield from [at.send(child, 0, transfer.message_bytes) for child in children]
+
+
+def whole_addition(transfer: Transfer) -> Work:
+    """One more operand added to a sum."""
+    return Work("traffic", "add", 0, 3 * transfer.message_bytes)
 
 
 def reduce_chunks(transfer: Transfer) -> tuple[int, int, Work]:

@@ -14,7 +14,7 @@ from .interpreter import Transfer
 from .machine import Machine, Steps
 from .topology import Topology
 
-WHOLE = ("all_reduce", "reduce", "broadcast")  # their message is the whole tensor
+WHOLE = ("all_reduce", "reduce", "reduce_tree", "broadcast")  # their message is the whole tensor
 
 
 def with_fixed_costs(experiment: ExperimentConf, spec: ModelSpec, policy: CommPolicy) -> ExperimentConf:

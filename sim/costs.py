@@ -9,7 +9,7 @@ import numpy as np
 
 from ..conf.model_flop import recompute_flop
 from ..conf.model_spec import ModelSpec, num_parameters
-from ..conf.schema import ClusterConf, ExperimentConf, Precision, Recompute
+from ..conf.schema import ClusterConf, Engine, ExperimentConf, Precision, Recompute
 from ..policies.comm import CommPolicy
 from ..policies.comm.memory import state_bytes
 from .device import Device, Tally
@@ -19,6 +19,7 @@ from .optimizer import pass_bytes
 from .root_layers import embed_work, head_work
 
 if TYPE_CHECKING:
+    from .layout.costs import LaidCosts
     from .megatron.costs import LayoutCosts
 
 EMBED, HEAD = "embed", "head"  # the root's computation before and after the blocks
@@ -54,6 +55,7 @@ class Costs:
         )
         self.kernels = kernels_of(experiment)
         self._slowdowns: dict[str, float] = {}
+        self._op_keys: dict[tuple[str, str], str] = {}
         self.codec_scale = 1.0  # of encoding and decoding, from `host.codec_step_ns`
         self._check_probe()
 
@@ -76,8 +78,10 @@ class Costs:
 
         "forward/block.0#out" is a part of it: what leads up to one linear product or norm, and the residual
         behind it. The parts of "forward" add up to one forward pass, those of "backward" to one backward pass
-        without what is recomputed.
+        without what is recomputed. Where a layout shares the model out, "forward/block.0#3" is the fourth step.
         """
+        if self.laid is not None:
+            return self.laid.tally(key)
         if "#" in key:
             return self._part(key)
         phase, _, unit = key.partition("/")
@@ -130,12 +134,20 @@ class Costs:
 
     def op_ns(self, op: str, axis: str, message_bytes: int) -> int:
         """The fixed cost of one collective: between two measured sizes on a line, beyond them as at the nearest."""
-        key = f"{op}/{axis}"
+        key = self._op_keys.get((op, axis)) or self._op_key(op, axis)
         points = self._op_points.get(key)
         if points is None:
             return self.cluster.host.op_ns.get(key, 0)
         sizes, costs_ns = points
         return round(float(np.interp(message_bytes, sizes, costs_ns)))
+
+    def _op_key(self, op: str, axis: str) -> str:
+        key = f"{op}/{axis}"
+        if self.laid is not None and self.cluster.host.op_ns:
+            known = (*self._op_points, *self.cluster.host.op_ns)
+            key = next((each for each in self.laid.alike(op, axis) if each in known), key)
+        self._op_keys[op, axis] = key
+        return key
 
     @cached_property
     def _op_points(self) -> dict[str, tuple[list[int], list[int]]]:
@@ -191,6 +203,15 @@ class Costs:
         return [f"{work.key}_{key}" for key in keys] + keys if work.key == REQUANTIZE else keys
 
     @cached_property
+    def laid(self) -> "LaidCosts | None":
+        """Of ranks that share the work of a replica under engine=fsdp2; None: there are none."""
+        if self._experiment.engine is not Engine.fsdp2 or self._ranks_a_replica == 1:
+            return None
+        from .layout.costs import LaidCosts
+
+        return LaidCosts(self._experiment, self._spec, self.device, self.kernels)
+
+    @cached_property
     def _layout(self) -> "LayoutCosts":
         """Of what engine=megatron asks for; other engines do not import it."""
         from .megatron.costs import LayoutCosts
@@ -201,6 +222,8 @@ class Costs:
         return self.device.memory_ns(nbytes)
 
     def _compute_ns(self, key: str) -> float:
+        if self.laid is not None:
+            return self.laid.ns(key, slept_ns=self.slept_ns(Work("compute", key)))
         probed = self.cluster.host.compute_ns
         phase, _, unit = key.partition("/")
         kind = unit.partition(".")[0]
@@ -228,12 +251,10 @@ class Costs:
     def stepped_elements(self) -> int:
         """Parameters that one rank steps."""
         # state_bytes with 1 byte a parameter counts them
-        return state_bytes(
-            self._policy,
-            num_parameters=num_parameters(self._spec),
-            num_ranks=self.cluster.num_ranks,
-            optimizer_bytes=1,
-        ).optimizer
+        held, ranks = num_parameters(self._spec), self.cluster.num_ranks
+        if self.laid is not None:
+            held, ranks = self.laid.model.num_parameters(), self.laid.model.mesh.num_replicas
+        return state_bytes(self._policy, num_parameters=held, num_ranks=ranks, optimizer_bytes=1).optimizer
 
     @cached_property
     def _tallies(self) -> dict[str, Tally]:
@@ -299,7 +320,7 @@ class Costs:
     @property
     def _ranks_a_replica(self) -> int:
         """Ranks that share the work of one replica of the model."""
-        return self._experiment.parallel.tensor * self._experiment.parallel.pipeline
+        return self._experiment.parallel.ranks_a_replica
 
 
 def with_value(cluster: ClusterConf, key: str, value: Any) -> ClusterConf:

@@ -145,6 +145,15 @@ class Device:
         backward = self._kernel(inputs, fixed) + self._kernel(weights, fixed, gradient_bytes)
         return self._kernel(product, fixed), backward
 
+    def product(self, product: Matmul, *, tokens: int, result_bytes: int | None = None) -> Tally:
+        """One of the three products of a matrix.
+
+        Args:
+            tokens: That take part, as m or as k.
+            result_bytes: As of `matmul_ns`.
+        """
+        return self._kernel(product, (tokens + self.conf.matmul_fixed_tokens) / tokens, result_bytes)
+
     def batched(self, product: Matmul) -> tuple[Tally, Tally]:
         """Forward and backward of a product of two activations, such as attention's."""
         left, right = transposed(product)

@@ -4,8 +4,8 @@
 overlaps. Neither asks which policy it runs: they follow its plans.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from ..conf.model_spec import Unit
 from ..conf.schema import Precision
@@ -22,11 +22,11 @@ from ..policies.comm import (
     describe_action,
     describe_event,
 )
-from ..policies.mesh import HPZ, LOCAL, NODE, WORLD, Mesh
+from ..policies.mesh import HPZ, LOCAL, NODE, OF_REPLICAS, STAGE, WORLD, Mesh
 from ..policies.partition import fsdp2_order, shard_segments
 from ..policies.plan import Plan
 from .costs import EMBED, HEAD
-from .interpreter import Goal, Interpreted, Transfer, Work, interpret
+from .interpreter import Goal, Interpreted, Transfer, Work, axis_size, interpret
 from .offload import Offload
 from .program import Program
 from .rules import Blocking, Handle
@@ -78,6 +78,20 @@ class Weights:
         return tuple(sorted(f"{unit}/{axis}" for unit, axis in self.copies.items()))
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Consecutive parts of a model. `root`: its units outside the blocks; None: there is nothing of it here."""
+
+    root: Unit | None
+    blocks: tuple[Unit, ...]
+    first: bool = True  # what lies before the blocks is here
+    last: bool = True
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        return self.blocks if self.root is None else (self.root, *self.blocks)
+
+
 class Engine:
     """Writes the program of one training step, or of one validation.
 
@@ -88,6 +102,7 @@ class Engine:
         num_figures: That a validation sums over the ranks, fp32: the loss, and how often a classifier is right.
         gradient_bytes: Of an element on the wire when sharded gradients are summed; None: as the weights.
         offload: Carries out what an offload policy decides; None: all states stay near.
+        world: Where the ranks of `mesh` are the replicas of a layout, all ranks.
     """
 
     def __init__(
@@ -104,12 +119,14 @@ class Engine:
         num_figures: int = 1,
         gradient_bytes: int | None = None,
         offload: Offload | None = None,
+        world: Mesh | None = None,
     ) -> None:
         self._decisions = decisions
         self._policy = decisions.policy
         self._mesh = mesh
-        self._root, *blocks = units
-        self._blocks = tuple(blocks)
+        self._world = world
+        root, *blocks = units
+        self._whole = Stretch(root, tuple(blocks))
         self._precision = precision
         self._num_micro_batches = num_micro_batches
         self._eval_batches = eval_batches
@@ -119,6 +136,8 @@ class Engine:
         self._offload = offload
         self._gradient_bytes = gradient_bytes or precision.element_bytes
         self._sharded = self._policy.placement is Placement.sharded
+        # a layout's one replica has no other parts of its weights to get, and FSDP2 asks for none
+        self._alone = self._sharded and world is not None and mesh.num_ranks == 1
         self._interpreted: dict[tuple[int, Goal, int], Interpreted] = {}
         self._segments: dict[int, tuple[int, ...]] = {}
         self._reduced: dict[str, None] = {}  # units of which a plan has reduced gradients in this step
@@ -130,49 +149,58 @@ class Engine:
         if self._offload is not None:
             self._offload.begin("train")
         for micro_batch in range(self._num_micro_batches):
-            self._forward(rules, weights, Phase.forward.value)
+            self._forward(rules, weights, Phase.forward.value, self._whole)
             if self._offload is not None and micro_batch == last:
                 self._offload.settle(rules)
-            self._backward(rules, weights, micro_batch)
+            self._backward(rules, weights, micro_batch, self._whole)
             rules.backward_done()
             if micro_batch == last:
                 weights.gathered.clear()
-        check_reduced(self._policy, [unit.name for unit in (self._root, *self._blocks)], self._reduced)
+        self._check_reduced(self._whole.units)
         rules.drain()
         if self._clip:
             if self._offload is not None:
                 self._offload.norm(rules)
             self._all_reduce(rules, "step", 1)
         if self._num_norms:
-            self._all_reduce(rules, "step", self._num_norms)
+            self._all_reduce(rules, "step", self._num_norms, axis=WORLD if self._world is None else STAGE)
         if self._offload is not None:
             self._offload.step(rules)
         else:
-            root_only = self._policy.placement is Placement.server
-            rules.local("step", "", "step", Work("step"), only_root=root_only)
+            self._step(rules, Work("step"))
         rules.drain()
         weights.copies.clear()
-        self._publish(rules)
+        self._publish(rules, self._whole.units)
         return rules.writer.program
+
+    def _check_reduced(self, units: Sequence[Unit]) -> None:
+        if not self._alone:
+            check_reduced(self._policy, [unit.name for unit in units], self._reduced)
+
+    def _step(self, rules: Blocking, work: Work) -> None:
+        # in a layout each group of replicas has a server, whose others wait for it
+        root_only = self._policy.placement is Placement.server and self._world is None
+        rules.local("step", "", "step", work, only_root=root_only)
 
     def validation(self, rules: Blocking, weights: Weights) -> Program:
         """Forward passes without gradients, and the mean of their figures."""
         if self._offload is not None:
             self._offload.begin("eval")
         for _ in range(self._eval_batches):
-            self._forward(rules, weights, "eval")
+            self._forward(rules, weights, "eval", self._whole)
         weights.gathered.clear()  # resharded, or the next step would compute with stale weights
         rules.drain()
         self._all_reduce(rules, "eval", self._num_figures)
         return rules.writer.program
 
-    def _forward(self, rules: Blocking, weights: Weights, phase: str) -> None:
-        blocks = self._blocks
-        handles = {ROOT: self._gather(rules, weights, self._root, Phase.forward, phase)}
-        rules.use(handles[ROOT], phase, ROOT)
+    def _forward(self, rules: Blocking, weights: Weights, phase: str, of: Stretch) -> None:
+        blocks, handles = of.blocks, {}
+        if of.root is not None:
+            rules.use(self._gather(rules, weights, of.root, Phase.forward, phase), phase, ROOT)
         if rules.prefetches_forward and blocks:
             handles[blocks[0].name] = self._gather(rules, weights, blocks[0], Phase.forward, phase)
-        rules.compute(phase, ROOT, f"forward/{EMBED}")
+        if of.first:
+            rules.compute(phase, ROOT, f"forward/{EMBED}")
         for i, block in enumerate(blocks):
             if not rules.prefetches_forward:
                 handles[block.name] = self._gather(rules, weights, block, Phase.forward, phase)
@@ -183,16 +211,23 @@ class Engine:
                 )
             rules.compute(phase, block.name, f"forward/{block.name}")
             self._reshard(rules, weights, block.name)
-        rules.compute(phase, ROOT, f"forward/{HEAD}")
-        self._reshard(rules, weights, ROOT)
+        if of.last:
+            rules.compute(phase, ROOT, f"forward/{HEAD}")
+        if of.root is not None:
+            self._reshard(rules, weights, ROOT)
 
-    def _backward(self, rules: Blocking, weights: Weights, micro_batch: int) -> None:
-        phase, blocks = Phase.backward.value, self._blocks
-        handles = {ROOT: self._gather(rules, weights, self._root, Phase.backward, phase)}
-        rules.use(handles[ROOT], phase, ROOT)
+    def _backward(self, rules: Blocking, weights: Weights, micro_batch: int, of: Stretch) -> None:
+        phase, blocks, handles = Phase.backward.value, of.blocks, {}
+        if of.root is not None:
+            rules.use(self._gather(rules, weights, of.root, Phase.backward, phase), phase, ROOT)
         if blocks:  # the root's own hook prefetches the last block, before the head's backward
             handles[blocks[-1].name] = self._gather(rules, weights, blocks[-1], Phase.backward, phase)
-        rules.compute(phase, ROOT, f"backward/{HEAD}")
+        if of.last:
+            rules.compute(phase, ROOT, f"backward/{HEAD}")
+        # sharded units are reduced after all their module's backward, replicated ones when their gradients are there
+        early = of.root is not None and not of.first and not self._sharded
+        if early and of.root is not None:
+            self._reduce(rules, of.root, micro_batch)
         for i in reversed(range(len(blocks))):
             name = blocks[i].name
             rules.use(handles[name], phase, name)
@@ -202,12 +237,15 @@ class Engine:
             rules.compute(phase, name, f"backward/{name}")
             self._reshard(rules, weights, name)
             self._reduce(rules, blocks[i], micro_batch)
-        rules.compute(phase, ROOT, f"backward/{EMBED}")
-        self._reshard(rules, weights, ROOT)
-        self._reduce(rules, self._root, micro_batch)
+        if of.first:
+            rules.compute(phase, ROOT, f"backward/{EMBED}")
+        if of.root is not None:
+            self._reshard(rules, weights, ROOT)
+            if not early:
+                self._reduce(rules, of.root, micro_batch)
 
     def _gather(self, rules: Blocking, weights: Weights, unit: Unit, asked: Phase, phase: str) -> Handle:
-        if not self._sharded or unit.name in weights.gathered:
+        if not self._sharded or self._alone or unit.name in weights.gathered:
             return None
         plan = self._decisions.decide(WeightsNeeded(unit.name, asked, unit.name in weights.copies))
         if plan is None:
@@ -233,11 +271,13 @@ class Engine:
         return handle
 
     def _reshard(self, rules: Blocking, weights: Weights, unit: str) -> None:
-        if self._sharded and self._policy.reshard_after_forward:
+        if self._sharded and self._policy.reshard_after_forward and not self._alone:
             weights.gathered.pop(unit, None)
             rules.free(unit)
 
     def _reduce(self, rules: Blocking, unit: Unit, micro_batch: int) -> None:
+        if self._alone:
+            return
         plan = self._decisions.decide(GradientsReady(unit.name, micro_batch, self._num_micro_batches))
         if plan is not None:
             again = unit.name in self._reduced
@@ -247,8 +287,8 @@ class Engine:
             if self._offload is not None:
                 self._offload.reduced(rules, phase, unit.name, ends, again=again)
 
-    def _publish(self, rules: Blocking) -> None:
-        for unit in (self._root, *self._blocks):
+    def _publish(self, rules: Blocking, units: Sequence[Unit]) -> None:
+        for unit in units:
             plan = self._decisions.decide(WeightsChanged(unit.name))
             if plan is not None:
                 if self._sharded:
@@ -260,27 +300,31 @@ class Engine:
                 rules.use(handle, "step", unit.name)
         rules.drain()
 
-    def _all_reduce(self, rules: Blocking, phase: str, numel: int) -> None:
+    def _all_reduce(
+        self, rules: Blocking, phase: str, numel: int, *, axis: str = WORLD, tag: Hashable = None
+    ) -> None:
         """Of fp32 numbers, as a library or the trainer issues it."""
-        if self._mesh.num_ranks > 1:
+        ranks = axis_size(self._world or self._mesh, axis)
+        if ranks > 1 and numel:
             element = Precision.fp32.element_bytes
             nbytes = numel * element
-            rules.library(
-                phase, Transfer("all_reduce", WORLD, self._mesh.num_ranks, nbytes, nbytes, numel, element)
-            )
+            rules.library(phase, Transfer("all_reduce", axis, ranks, nbytes, nbytes, numel, element), tag=tag)
 
     def _interpret(self, plan: Plan, goal: Goal, unit: Unit) -> Interpreted:
         self._check_axes(plan)
         key = (id(plan), goal, id(unit.tensors))  # equal plans are one object, and blocks share their tensors
         known = self._interpreted.get(key)
         if known is None:
-            known = self._interpreted[key] = interpret(
+            known = interpret(
                 plan,
                 goal=goal,
                 segments=self.segments(unit),
                 mesh=self._mesh,
                 element_bytes=self._gradient_bytes if goal is Goal.reduce else self._precision.element_bytes,
             )
+            if self._world is not None:
+                known = over_replicas(known)
+            self._interpreted[key] = known
         return known
 
     def _check_axes(self, plan: Plan) -> None:
@@ -301,3 +345,13 @@ class Engine:
             shapes = [tensor.shape for tensor in tensors]
             known = self._segments[id(unit.tensors)] = shard_segments(shapes, parts)
         return known
+
+
+def over_replicas(made: Interpreted) -> Interpreted:
+    """The same collectives over the ranks of a layout that hold the same part of the model."""
+    pieces = []
+    for piece in made.pieces:
+        if isinstance(piece.what, Transfer):
+            piece = replace(piece, what=replace(piece.what, axis=OF_REPLICAS[piece.what.axis]))
+        pieces.append(piece)
+    return replace(made, pieces=tuple(pieces))

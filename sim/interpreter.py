@@ -90,6 +90,7 @@ class Transfer:
     root: int = 0  # position in the group
     hop: tuple[tuple[Work, ...], tuple[Work, ...]] = ((), ())
     peer: int = 0  # signed distance along the axis
+    listed: bool = True  # in the ledger; else the other end's row stands for it
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,16 +230,16 @@ class Block:
         # q, k and v read one tensor, and keep it once
         attention += [self._column(name, ATTENTION, keeps=name == names[0]) for name in names]
         if self.spec.family in ROTARY:
-            attention.append(self._rotary())
-        attention += self._core()
-        attention += [self._row("out", ATTENTION), self._residual("residual1", ATTENTION)]
+            attention.append(self.rotary())
+        attention += self.core()
+        attention += [self._row("out", ATTENTION), self.residual("residual1", ATTENTION)]
         wide = ("gate", "up") if self.spec.is_gated else ("fc1",)
         mlp = [self.norm("norm2", MLP)]
         mlp += [self._column(name, MLP, keeps=name == wide[0]) for name in wide]
         mlp += [
-            self._activation(),
+            self.activation(),
             self._row("down" if self.spec.is_gated else "fc2", MLP),
-            self._residual("residual2", MLP),
+            self.residual("residual2", MLP),
         ]
         return (*attention, *mlp)
 
@@ -281,7 +281,7 @@ class Block:
         backward = self.device.streamed((3 + 2) * e * numel, 2)
         return Module(name, sublayer, forward, backward, e * numel)
 
-    def _rotary(self) -> Module:
+    def rotary(self) -> Module:
         e, numel = self.element, self.tokens * (self.query + self.keys)
         if self.kernels.fused:
             each = self.device.streamed(2 * e * numel, 2)
@@ -289,7 +289,7 @@ class Block:
             each = self.device.streamed((16 + 2 * e) * numel, 6)
         return Module("rotary", ATTENTION, each, each)
 
-    def _core(self) -> list[Module]:
+    def core(self) -> list[Module]:
         spec, e, device = self.spec, self.element, self.device
         heads = spec.heads // self.tensor
         causal = spec.family in CAUSAL
@@ -340,7 +340,7 @@ class Block:
             saved += (e + 1) * numel
         return Module("softmax", ATTENTION, forward, backward, saved)
 
-    def _residual(self, name: str, sublayer: str) -> Module:
+    def residual(self, name: str, sublayer: str) -> Module:
         """Added to what came in; with dropout and a bias before it, which Megatron does in one kernel."""
         e, numel = self.element, self.own_tokens * self.spec.hidden
         forward = self.device.streamed(3 * e * numel, 1)
@@ -353,7 +353,7 @@ class Block:
             backward += self.device.streamed((2 * e + 1) * numel, 1)
         return Module(name, sublayer, forward, backward, saved)
 
-    def _activation(self) -> Module:
+    def activation(self) -> Module:
         e, numel = self.element, self.tokens * self.spec.ffn // self.tensor
         if not self.spec.is_gated:  # one kernel, and it keeps its input and its output
             forward = self.device.streamed(2 * e * numel, 1)

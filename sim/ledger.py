@@ -109,6 +109,11 @@ def _signature(mesh: Mesh, ranks: Vector, op: str, axis: str, root: int, peer: i
     virtual = (place - root) % size
     if op == "reduce":
         return [leaves(ring_peers(mesh, axis, -1)), (virtual == 0).astype(np.int64), outside(root - place)]
+    if op == "reduce_tree":
+        above = np.zeros_like(ranks)
+        for bit in range(size.bit_length()):
+            above = np.where(virtual >> bit == 1, 1 << bit, above)
+        return [(virtual > 0) * (1 + outside(-above))]
     children, leaving = np.zeros_like(ranks), np.zeros_like(ranks)
     bit = 1
     while bit < size:
@@ -213,6 +218,8 @@ class Ledger:
         for item, repeats in items:
             own = ((item.transfer, item.stream, 1),) if item.transfer is not None else ()
             for t, stream, times in (*own, *item.inside) if item.inside else own:
+                if not t.listed:
+                    continue
                 row = (stream, item.phase, item.unit, t.op, t.axis, t.group_size, t.payload_bytes)
                 many = 1 if program.compact else times * repeats  # apart, or one row for all
                 rows += [row] * many
@@ -245,6 +252,8 @@ class Ledger:
                 return wire.all_reduce(mesh, rank, group, t.numel, t.element_bytes)
             case "broadcast":
                 return wire.broadcast(mesh, rank, group, group[t.root], t.message_bytes)
+            case "reduce_tree":
+                return wire.reduce_tree(mesh, rank, group, group[t.root], t.message_bytes)
             case "send":
                 return wire.to_peers(mesh, rank, [(peer_of(group, rank, t), t.message_bytes)])
             case "recv":

@@ -155,13 +155,18 @@ def memory_over_time(
         from .megatron.memory import stage_memory  # other engines do not import it
 
         return stage_memory(experiment, spec)
-    states = _states(experiment, spec, policy) | dict(near or {})
+    if experiment.engine is Engine.fsdp2 and experiment.parallel.ranks_a_replica > 1:
+        from .layout.memory import layout_memory  # plain data parallelism does not import it
+
+        return layout_memory(experiment, spec, policy)
+    held, ranks = num_parameters(spec), experiment.cluster.num_ranks
+    states = model_states(experiment, policy, held, ranks) | dict(near or {})
     if experiment.engine in (Engine.deepspeed, Engine.deepspeed_2023):
         from .deepspeed.memory import buffer_bytes  # other engines do not import it
 
         gathered, reducing = buffer_bytes(experiment, spec)
     else:
-        gathered, reducing = _buffers(experiment, policy, unit_bytes)
+        gathered, reducing = unit_buffers(experiment, policy, unit_bytes)
     walk = _Walk(states, gathered, reducing, activations(spec, experiment), unit_bytes)
     grows = walk.micro_batch(all_there=policy.placement is not Placement.sharded)
     count = experiment.batch.accumulation
@@ -173,7 +178,9 @@ def memory_over_time(
     ]
     return [
         *points,
-        MemoryPoint("step", "all", walk.held(0.0, _step_buffers(experiment, spec, policy), None), count - 1),
+        MemoryPoint(
+            "step", "all", walk.held(0.0, step_buffers(experiment, policy, held, ranks), None), count - 1
+        ),
     ]
 
 
@@ -229,11 +236,14 @@ class _Walk:
         return found
 
 
-def _states(experiment: ExperimentConf, spec: ModelSpec, policy: CommPolicy) -> dict[str, int]:
-    ranks, element = experiment.cluster.num_ranks, experiment.precision.element_bytes
+def model_states(experiment: ExperimentConf, policy: CommPolicy, held: int, ranks: int) -> dict[str, int]:
+    """Args:
+    held: Parameters that `ranks` ranks hold, whole or shared out, as the policy places them.
+    """
+    element = experiment.precision.element_bytes
     states = state_bytes(
         policy,
-        num_parameters=num_parameters(spec),
+        num_parameters=held,
         num_ranks=ranks,
         element_bytes=element,
         optimizer_bytes=optimizer_bytes(experiment),
@@ -242,7 +252,7 @@ def _states(experiment: ExperimentConf, spec: ModelSpec, policy: CommPolicy) -> 
     match convention(experiment, policy):
         case Convention.float_shards:
             # FSDP2 shards the fp32 weights themselves, and their gradients, and casts what it gathers
-            shard = -(-num_parameters(spec) // ranks)
+            shard = -(-held // ranks)
             master = 0 if experiment.precision is Precision.fp32 else 4
             parameters = gradients = 4 * shard
             optimizer = shard * (optimizer_bytes(experiment) - master)
@@ -260,16 +270,15 @@ def _states(experiment: ExperimentConf, spec: ModelSpec, policy: CommPolicy) -> 
     }
 
 
-def _step_buffers(experiment: ExperimentConf, spec: ModelSpec, policy: CommPolicy) -> int:
-    """What the optimizer holds only while it steps."""
-    ranks = experiment.cluster.num_ranks
+def step_buffers(experiment: ExperimentConf, policy: CommPolicy, held: int, ranks: int) -> int:
+    """What the optimizer holds only while it steps; `held` and `ranks` as of `model_states`."""
     one = buffer_bytes(experiment.optimizer)
-    return state_bytes(
-        policy, num_parameters=num_parameters(spec), num_ranks=ranks, optimizer_bytes=one
-    ).optimizer
+    return state_bytes(policy, num_parameters=held, num_ranks=ranks, optimizer_bytes=one).optimizer
 
 
-def _buffers(experiment: ExperimentConf, policy: CommPolicy, unit_bytes: Sequence[int]) -> tuple[int, int]:
+def unit_buffers(
+    experiment: ExperimentConf, policy: CommPolicy, unit_bytes: Sequence[int]
+) -> tuple[int, int]:
     """Gathered units in flight, and gradients that wait for their reduction.
 
     The root stays gathered through a whole pass; beside it a block computes and another is gathered (NCCL:

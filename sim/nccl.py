@@ -27,6 +27,12 @@ BASE_US = {"ll": (6.8, 6.6), "ll128": (14.0, 14.0), "simple": (8.4, 8.4)}
 HOP_INSIDE_US = {"ll": (0.6, 0.6), "ll128": (1.25, 1.9), "simple": (4.0, 3.4)}
 HOP_OUTSIDE_US = {"ll": (5.0, 2.7), "ll128": (8.5, 4.0), "simple": (14.0, 14.0)}
 
+CHAINS = (
+    "broadcast",
+    "reduce",
+    "reduce_tree",
+)  # along the ring from the root, or to it; it has no other trees for them
+
 TREE_SHARE = 0.92  # of the ring's bandwidth
 # By powers of two from 64 bytes on; above them, 1.
 TREE_SIZE_SHARE = {
@@ -128,7 +134,7 @@ class Nccl:
             return [Way("direct", use, base_ns + hop_ns, float(transfer.message_bytes * rounds))]
         ways = []
         for protocol in self._conf.protocols:
-            if transfer.op in ("broadcast", "reduce"):
+            if transfer.op in CHAINS:
                 ways.append(self._chain(transfer, protocol, at))
                 continue
             if transfer.op != "all_reduce":
@@ -229,7 +235,7 @@ class Nccl:
     def _overhead(self, op: str, protocol: str, at: Reach) -> float:
         """Bytes on the wire of a ring for each byte of data: flags beside it, or what its rate loses."""
         if protocol == "ll":
-            return 4.0 if at.nodes > 1 or op in ("all_reduce", "reduce") else 3.0
+            return 4.0 if at.nodes > 1 or op in ("all_reduce", "reduce", "reduce_tree") else 3.0
         if protocol == "ll128":
             return 1 / (0.7 if at.size < 2 * at.nodes else 0.92)
         return 1.0

@@ -3,7 +3,7 @@
 An engine model writes it; `executor` runs it in simulated time, one copy a rank.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from .far import Move
@@ -81,8 +81,9 @@ class Writer:
         """Take note of items that were put into the program past the writer."""
         self._last = {item.worker: item for item in self.program.items}
 
-    def everything(self) -> tuple[int, ...]:
-        return tuple(item.index for item in self._last.values())
+    def everything(self, besides: Collection[str] = ()) -> tuple[int, ...]:
+        """The last items of all workers but some."""
+        return tuple(item.index for worker, item in self._last.items() if worker not in besides)
 
     def local(
         self,

@@ -3,7 +3,8 @@
 All methods write items; the handle of a gather is the items with which it ends, None if nothing was gathered.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Hashable, Mapping
+from typing import Protocol
 
 from .interpreter import Interpreted, Transfer, Work
 from .program import COMPUTE, LIBRARY, MAIN, Writer
@@ -11,6 +12,16 @@ from .program import COMPUTE, LIBRARY, MAIN, Writer
 Handle = tuple[int, ...] | None
 
 COMM_THREAD = "comm"
+
+
+class Layers(Protocol):
+    """Computation of units that a layout shares out: several steps with collectives between, and beside."""
+
+    def write(
+        self, writer: Writer, phase: str, unit: str, key: str, waits: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """All steps of one computation, of which the first waits for `waits`; the items with which it ends."""
+        ...
 
 
 class Blocking:
@@ -21,13 +32,15 @@ class Blocking:
         copies: Bytes of a unit's gathered tensor that FSDP copies out after a gather, and in before a
         reduction;
             empty where its copies are part of the computation's own time, or nothing is sharded.
+        layers: Writes the computation of a unit; None: it is one piece of local work.
     """
 
     prefetches_forward = False  # the next unit's gather is issued before this unit computes
 
-    def __init__(self, writer: Writer, copies: Mapping[str, int]) -> None:
+    def __init__(self, writer: Writer, copies: Mapping[str, int], layers: Layers | None = None) -> None:
         self.writer = writer
         self._copies = copies
+        self._layers = layers
         self._waits: tuple[int, ...] = ()  # of the next item on the main worker
 
     def gather(self, plan: Interpreted, phase: str, unit: str, after: tuple[int, ...] = ()) -> Handle:
@@ -53,6 +66,9 @@ class Blocking:
             self._copy("copy_out", phase, unit)
 
     def compute(self, phase: str, unit: str, key: str) -> None:
+        if self._layers is not None:
+            self._waits = self._layers.write(self.writer, phase, unit, key, self._waits)
+            return
         self.local(phase, unit, f"{phase}/{unit}", Work("compute", key))
 
     def free(self, unit: str) -> None:
@@ -63,12 +79,12 @@ class Blocking:
         self._copy("copy_in", phase, unit)
         return self.writer.plan(plan, phase, unit, worker=MAIN) or self.reached()
 
-    def backward_done(self) -> None:
-        """The end of a micro-batch."""
+    def backward_done(self, besides: Collection[str] = ()) -> None:
+        """The end of a micro-batch. `besides`: workers that go on."""
 
-    def drain(self) -> None:
+    def drain(self, besides: Collection[str] = ()) -> None:
         """What follows waits for everything."""
-        self._waits = self.writer.everything()
+        self._waits = self.writer.everything(besides)
 
     def local(self, phase: str, unit: str, name: str, work: Work, *, only_root: bool = False) -> int:
         """Work on the main worker."""
@@ -76,10 +92,26 @@ class Blocking:
         self._waits = ()
         return index
 
-    def library(self, phase: str, transfer: Transfer) -> None:
-        """A collective on the main worker that no plan asked for."""
-        self.writer.transfer(MAIN, LIBRARY, phase, "", transfer, self._waits)
+    def library(self, phase: str, transfer: Transfer, *, tag: Hashable = None) -> None:
+        """A collective on the main worker that no plan asked for. `tag`: where ranks run other programs too."""
+        self.writer.transfer(MAIN, LIBRARY, phase, "", transfer, self._waits, tag=tag)
         self._waits = ()
+
+    def message(
+        self,
+        phase: str,
+        layer: str,
+        transfer: Transfer,
+        *,
+        tag: Hashable,
+        worker: str = MAIN,
+        stream: str = LIBRARY,
+    ) -> int:
+        """One end of a message. On the main worker it blocks; elsewhere it begins when that one has come here."""
+        index = self.writer.transfer(worker, stream, phase, layer, transfer, self.reached(), tag=tag)
+        if worker == MAIN:
+            self._waits = ()
+        return index
 
     def _copy(self, name: str, phase: str, unit: str) -> None:
         moved = 2 * self._copies.get(unit, 0)
@@ -120,8 +152,10 @@ class Streams(Blocking):
         sharded: Whether FSDP2's waits hold.
     """
 
-    def __init__(self, writer: Writer, copies: Mapping[str, int], *, sharded: bool) -> None:
-        super().__init__(writer, copies)
+    def __init__(
+        self, writer: Writer, copies: Mapping[str, int], layers: Layers | None = None, *, sharded: bool
+    ) -> None:
+        super().__init__(writer, copies, layers)
         self._sharded = sharded
         self._gate: tuple[int, ...] = ()
         self._copied_out: tuple[int, ...] = ()
@@ -157,11 +191,11 @@ class Streams(Blocking):
         self._reduced = self.writer.plan(plan, phase, unit, worker=None, after=self.writer.last(MAIN))
         return self._reduced or self.writer.last(MAIN)
 
-    def backward_done(self) -> None:
-        self.drain()
+    def backward_done(self, besides: Collection[str] = ()) -> None:
+        self.drain(besides)
 
-    def drain(self) -> None:
-        super().drain()
+    def drain(self, besides: Collection[str] = ()) -> None:
+        super().drain(besides)
         self._gate = self._waits
         self._copied_out = self._reduced = ()
         self._freed.clear()

@@ -9,6 +9,7 @@ import simpy
 from ..conf.model_spec import ModelSpec
 from ..conf.schema import Backend, ClusterConf, ExperimentConf, Precision
 from ..policies.comm import CommPolicy, build_comm
+from ..policies.layout import replicas_of
 from .classes import Fold
 from .collectives import PerStep
 from .conditions import Conditions
@@ -59,8 +60,9 @@ class Run:
         cluster = experiment.cluster
         self.warnings: tuple[str, ...] = ()
         if policy is None:
+            seen = replicas_of(experiment)
             policy, self.warnings = build_comm(
-                experiment.comm, num_ranks=cluster.num_ranks, ranks_per_node=cluster.devices_per_node
+                experiment.comm, num_ranks=seen.num_ranks, ranks_per_node=seen.ranks_per_node
             )
         self.policy = policy
         experiment = with_fixed_costs(experiment, spec, policy)

@@ -37,7 +37,7 @@ _FAR_KEYS = (
 def make_engine(setup: Setup) -> EngineModel:
     """The model of `experiment.engine`; those that are not asked for are not imported."""
     makers: dict[Engine, Callable[[Setup], EngineModel]] = {
-        Engine.fsdp2: Fsdp2,
+        Engine.fsdp2: _fsdp2,
         Engine.deepspeed_2023: _deepspeed,
         Engine.deepspeed: _deepspeed,
         Engine.megatron: _megatron,
@@ -47,6 +47,14 @@ def make_engine(setup: Setup) -> EngineModel:
     if which not in makers:
         raise ValueError(f"engine={which.value} is not simulated; use one of {[e.value for e in makers]}")
     return makers[which](setup)
+
+
+def _fsdp2(setup: Setup) -> EngineModel:
+    if setup.costs.laid is None:
+        return Fsdp2(setup)
+    from .layout.engine import LayoutEngine
+
+    return LayoutEngine(setup)
 
 
 def _deepspeed(setup: Setup) -> EngineModel:
@@ -266,7 +274,7 @@ def _rates(run: Run, costs: Costs, mean_s: float | None) -> dict[str, Any]:
         return dict.fromkeys(keys)
     batch = experiment.batch
     sequence = batch.sequence or run.spec.sequence
-    replicas = cluster.num_ranks // (experiment.parallel.tensor * experiment.parallel.pipeline)
+    replicas = cluster.num_ranks // experiment.parallel.ranks_a_replica
     tokens_per_s = replicas * batch.micro * batch.accumulation * sequence / mean_s
     flop_per_s = costs.model_flop() / mean_s
     rates: dict[str, Any] = {

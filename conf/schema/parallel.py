@@ -70,3 +70,9 @@ class ParallelConf:
         require(
             beside, "parallel.order", list(self.order), "an order with data and sequence beside each other"
         )
+
+    @property
+    def ranks_a_replica(self) -> int:
+        """Ranks that share the work of one replica of the model."""
+        apart = self.sequence if self.sequence_mode != "megatron" else 1  # megatron's are the tensor group
+        return self.tensor * self.pipeline * apart

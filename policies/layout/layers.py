@@ -88,6 +88,11 @@ def describe_layer_event(event: LayerRuns) -> str:
     return f"LayerRuns({', '.join(shown)})"
 
 
+def is_layer_event(text: str) -> bool:
+    """Whether `describe_layer_event` wrote it."""
+    return text.startswith("LayerRuns(")
+
+
 def parse_layer_event(text: str) -> LayerRuns:
     """The event that `describe_layer_event` wrote, for replaying a log.
 

@@ -11,7 +11,7 @@ from .common import common_plan
 from .layers import Kind, Layer, LayerRuns, Role
 from .modes import Sizes, TensorMode, build_mode
 from .outline import Outline, outline
-from .policy import LayoutEvent, PassEnded, StepGradientsReady
+from .policy import Direction, LayoutEvent, PassEnded, StepGradientsReady
 from .schedule import Pass, check_schedule, stage_passes
 from .sequence import AttentionPlans
 
@@ -113,13 +113,14 @@ class ParallelLayout:
     # ---- what happens
 
     def passes(self, stage: int) -> tuple[Pass, ...]:
-        """What a stage runs in one step, in order."""
+        """What a stage runs in one step, in the order of torch.distributed.pipelining."""
         return stage_passes(
             self.schedule,
             stage=stage,
             stages=self.stages,
             chunks=self.chunks,
             micro_batches=self.micro_batches,
+            megatron=False,
         )
 
     def decide(self, event: LayoutEvent | LayerRuns) -> Plan | None:
@@ -127,6 +128,12 @@ class ParallelLayout:
         if event not in self._known:
             self._known[event] = self._decide(event)
         return self._known[event]
+
+    def questions(self) -> tuple[LayerRuns, ...]:
+        """Every distinct event of the model's layers, in the order of forward: what both targets ask in each step."""
+        layers = (*self.outline.before, *self.outline.block, *self.outline.behind)
+        ways = (Direction.forward, Direction.backward)
+        return tuple(dict.fromkeys(layer.runs(way) for layer in layers for way in ways))
 
     def _decide(self, event: LayoutEvent | LayerRuns) -> Plan | None:
         if isinstance(event, LayerRuns):

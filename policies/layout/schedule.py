@@ -21,7 +21,7 @@ class Pass:
 
 
 def stage_passes(
-    schedule: str, *, stage: int, stages: int, chunks: int, micro_batches: int
+    schedule: str, *, stage: int, stages: int, chunks: int, micro_batches: int, megatron: bool = True
 ) -> tuple[Pass, ...]:
     """All passes of one stage in one step, in their order.
 
@@ -29,30 +29,37 @@ def stage_passes(
     forward and one backward in turn (PipeDream-Flush; Narayanan et al. 2021, section 2.2.1). interleaved:
     the same over all chunks, in groups of as many micro-batches as there are stages (section 2.2.2).
 
+    Args:
+        megatron: As Megatron-LM does it; else as torch.distributed.pipelining.
+
     Raises:
         ValueError: If the schedule cannot take these sizes, naming the keys.
     """
     check_schedule(schedule, stages=stages, chunks=chunks, micro_batches=micro_batches)
     total = micro_batches * chunks
     forwards, backwards = _in_order(False, stages, chunks, total), _in_order(True, stages, chunks, total)
-    ahead = num_warm_up(schedule, stage=stage, stages=stages, chunks=chunks, micro_batches=micro_batches)
+    ahead = num_warm_up(
+        schedule, stage=stage, stages=stages, chunks=chunks, micro_batches=micro_batches, megatron=megatron
+    )
     order = list(forwards[:ahead])
     for i in range(total - ahead):
         order += (forwards[ahead + i], backwards[i])
     return (*order, *backwards[total - ahead :])
 
 
-def num_warm_up(schedule: str, *, stage: int, stages: int, chunks: int, micro_batches: int) -> int:
+def num_warm_up(
+    schedule: str, *, stage: int, stages: int, chunks: int, micro_batches: int, megatron: bool = True
+) -> int:
     """Forward passes of a stage before its first pair of one forward and one backward.
 
     As Megatron counts them: the last of 4 stages has none ([3, 2, 1, 0]), with two chunks each [10, 8, 6, 4].
-    torch.distributed.pipelining counts 1f1b's first pair in: [4, 3, 2, 1].
+    torch.distributed.pipelining counts 1f1b's first pair in: [4, 3, 2, 1]; the order of passes is the same.
     """
     total = micro_batches * chunks
     if schedule == "gpipe":
         return total
     if schedule == "interleaved" and chunks > 1:
-        if micro_batches == stages:
+        if micro_batches == stages and megatron:
             return total  # Megatron-LM ran all forwards first then; its newest schedule has no such case
         return min(total, 2 * (stages - stage - 1) + (chunks - 1) * stages)
     return min(total, stages - stage - 1)

@@ -71,14 +71,6 @@ class Foreign(Stack):
         loss: Tensor = self.loss(self.logits(x_BTD), targets)
         return loss
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per target that is not -100, fp32. Targets stand where their words do: shifted.
-
-        Args:
-            inputs, targets: [B, T] int64.
-        """
-        return self.behind_blocks(self.through_blocks(self.before_blocks(inputs)), targets)
-
     def stack(self) -> nn.ModuleList:
         blocks = self.get_submodule(self.blocks_path)
         assert isinstance(blocks, nn.ModuleList)

@@ -8,17 +8,22 @@ import torch
 from ...conf.schema import OptimizerConf
 from .lamb import Lamb
 from .lars import Lars
-from .norms import AllReduce, all_reduce
+from .norms import AllReduce, Holders, all_reduce
 
 
 def build_optimizer(
-    conf: OptimizerConf, parameters: Sequence[torch.Tensor], *, all_reduce: AllReduce = all_reduce
+    conf: OptimizerConf,
+    parameters: Sequence[torch.Tensor],
+    *,
+    all_reduce: AllReduce = all_reduce,
+    holders: Holders | None = None,
 ) -> torch.optim.Optimizer | None:
     """None on a rank that owns no weights (all but the parameter server).
 
     Args:
         parameters: This rank's; DTensors where they are sharded.
         all_reduce: Sums norms over the ranks that share parameters, where the optimizer takes any.
+        holders: Which ranks these are, where the parameters do not say it themselves.
     """
     if not parameters:
         return None
@@ -35,6 +40,7 @@ def build_optimizer(
         "max_coeff": conf.max_coeff,
         "exclude_1d": conf.exclude_1d,
         "all_reduce": all_reduce,
+        "holders": holders,
     }
     if conf.name == "lars":
         return Lars(

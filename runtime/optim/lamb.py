@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from .norms import AllReduce, all_reduce
+from .norms import AllReduce, Holders, all_reduce
 from .trust import Parameters, Part, TrustRatioOptimizer, check_argument, check_bounds
 
 Correction = Literal["moments", "rate"]
@@ -45,6 +45,7 @@ class Lamb(TrustRatioOptimizer):
         decay_in_ratio: False: weights shrink by lr weight_decay first, as in AdamW, and u has no decay.
         exclude_1d: Biases and the weights of norms have no decay and r = 1.
         all_reduce: Sums the norms over a group, in place of torch.distributed.all_reduce.
+        holders: As `norms.WholeNorms`.
 
     Raises:
         ValueError: If an argument is out of range, naming it.
@@ -67,6 +68,7 @@ class Lamb(TrustRatioOptimizer):
         decay_in_ratio: bool = True,
         exclude_1d: bool = True,
         all_reduce: AllReduce = all_reduce,
+        holders: Holders | None = None,
     ) -> None:
         check_argument(0 <= lr < math.inf, "lr", lr, ">= 0 and finite")
         check_argument(
@@ -91,7 +93,7 @@ class Lamb(TrustRatioOptimizer):
             "decay_in_ratio": decay_in_ratio,
             "exclude_1d": exclude_1d,
         }
-        super().__init__(params, defaults, all_reduce)
+        super().__init__(params, defaults, all_reduce, holders)
 
     def _new_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
         return {

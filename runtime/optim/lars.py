@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from .norms import AllReduce, all_reduce
+from .norms import AllReduce, Holders, all_reduce
 from .trust import Parameters, Part, TrustRatioOptimizer, check_argument, check_bounds
 
 MomentumOrder = Literal["after_rate", "after_ratio", "before_rate"]
@@ -42,6 +42,7 @@ class Lars(TrustRatioOptimizer):
         max_coeff: The most; None: no bound.
         exclude_1d: Biases and the weights of norms have no decay and r = 1.
         all_reduce: Sums the norms over a group, in place of torch.distributed.all_reduce.
+        holders: As `norms.WholeNorms`.
 
     Raises:
         ValueError: If an argument is out of range, naming it.
@@ -62,6 +63,7 @@ class Lars(TrustRatioOptimizer):
         max_coeff: float | None = None,
         exclude_1d: bool = True,
         all_reduce: AllReduce = all_reduce,
+        holders: Holders | None = None,
     ) -> None:
         check_argument(0 <= lr < inf, "lr", lr, ">= 0 and finite")
         check_argument(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
@@ -83,7 +85,7 @@ class Lars(TrustRatioOptimizer):
             "max_coeff": max_coeff,
             "exclude_1d": exclude_1d,
         }
-        super().__init__(params, defaults, all_reduce)
+        super().__init__(params, defaults, all_reduce, holders)
 
     def _new_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
         return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}

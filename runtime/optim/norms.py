@@ -1,6 +1,7 @@
 """L2 norms of whole parameters, of which this rank may hold only a part."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,19 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """Who holds the parts of parameters, where a layout has cut them and they do not say so themselves.
+
+    Args:
+        group: Ranks that hold all parts of the same parameters; all of them must step together.
+        shares: Of each parameter by its identity, one over the ranks of `group` that hold the same elements.
+    """
+
+    group: dist.ProcessGroup
+    shares: Mapping[int, float]
+
+
 class WholeNorms:
     """Norms of parameters, and of other tensors that are cut as they are.
 
@@ -35,16 +49,26 @@ class WholeNorms:
     Args:
         parameters: Tensors, or DTensors that are sharded or replicated on each axis of their mesh.
         all_reduce: Sums in place over a group.
+        holders: Of all parameters, in place of what DTensors say: one all-reduce over their group, in which each
+            element counts once.
 
     Raises:
         ValueError: If a parameter is a sum that is not there yet (`Partial`).
     """
 
-    def __init__(self, parameters: Sequence[Tensor], all_reduce: AllReduce) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], all_reduce: AllReduce, holders: Holders | None = None
+    ) -> None:
         self._all_reduce = all_reduce
         self._num_parameters = len(parameters)
         wide = any(parameter.dtype == torch.float64 for parameter in parameters)
         self._dtype = torch.float64 if wide else torch.float32  # norms of 16-bit weights too
+        self._shares: Tensor | None = None
+        if holders is not None and parameters:
+            shares = [holders.shares[id(parameter)] for parameter in parameters]
+            self._shares = torch.tensor(shares, dtype=self._dtype, device=parameters[0].device)
+            self._cuts = [([holders.group], list(range(len(parameters))))]
+            return
         cuts: dict[tuple[str, ...], tuple[list[dist.ProcessGroup], list[int]]] = {}
         for place, parameter in enumerate(parameters):
             groups = _holders(parameter)
@@ -66,6 +90,8 @@ class WholeNorms:
             return torch.zeros(len(kinds), 0)
         parts = [part for kind in kinds for part in kind]
         squares = square_sums(parts, self._dtype).view(len(kinds), -1)
+        if self._shares is not None:
+            squares *= self._shares
         for groups, places in self._cuts:
             some = squares if len(places) == self._num_parameters else squares[:, places].contiguous()
             for group in groups:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .norms import AllReduce, WholeNorms, all_reduce, local
+from .norms import AllReduce, Holders, WholeNorms, all_reduce, local
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 
@@ -43,10 +43,17 @@ class TrustRatioOptimizer(Optimizer):
     trust_ratios: tuple[float, ...] = ()
     _norms: tuple[list[int], WholeNorms] | None = None  # and the parameters that they are of, by identity
     _all_reduce: AllReduce = staticmethod(all_reduce)
+    _holders: Holders | None = None
 
-    def __init__(self, params: Parameters, defaults: dict[str, Any], all_reduce: AllReduce) -> None:
+    def __init__(
+        self,
+        params: Parameters,
+        defaults: dict[str, Any],
+        all_reduce: AllReduce,
+        holders: Holders | None = None,
+    ) -> None:
         super().__init__(params, defaults)
-        self._all_reduce = all_reduce
+        self._all_reduce, self._holders = all_reduce, holders
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -137,7 +144,7 @@ class TrustRatioOptimizer(Optimizer):
     def _whole_norms(self, adapted: list[Tensor]) -> WholeNorms:
         which = [id(parameter) for parameter in adapted]
         if self._norms is None or self._norms[0] != which:
-            self._norms = which, WholeNorms(adapted, self._all_reduce)
+            self._norms = which, WholeNorms(adapted, self._all_reduce, self._holders)
         return self._norms[1]
 
     def _find_ratios(self, parts: list[Part], directions: list[list[Tensor]]) -> dict[int, float]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ...policies.comm import CommPolicy, GradientsReady, Placement, check_reduced
 from ...policies.mesh import Mesh
-from ..groups import Groups, device_mesh
+from ..groups import Groups
 from ..interpreter import Interpreter
 from ..sharded import ROOT, ShardedHooks
 
@@ -150,7 +150,7 @@ def join_replicas(
                 units,
                 policy=policy,
                 interpreter=interpreter,
-                over=device_mesh(groups.of_replicas(), device),
+                over=groups.of_replicas().device_mesh(device),
             )
         case Placement.replicated:
             return Whole(units, policy=policy, interpreter=interpreter)

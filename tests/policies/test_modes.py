@@ -39,7 +39,9 @@ MODES: dict[str, TensorMode] = {
     "2.5d of 18": Summa(3, 2),
     "3d of 8": Cube(2),
     "3d of 27": Cube(3),
-    "one's own, of 3": build_mode(ParallelConf(tensor=3, tensor_mode=f"{EXAMPLES / 'gathered_mode.py'}:Gathered")),
+    "one's own, of 3": build_mode(
+        ParallelConf(tensor=3, tensor_mode=f"{EXAMPLES / 'gathered_mode.py'}:Gathered")
+    ),
 }
 BATCH, TOKENS, IN, OUT = 36, 12, 36, 216
 

@@ -38,7 +38,7 @@ from twinbed.sim.simulate import simulate
 from twinbed.sim.topology import Topology
 
 PARTED = ("all_gather", "reduce_scatter", "all_to_all")
-OPS = (*PARTED, "all_reduce", "broadcast", "reduce")
+OPS = (*PARTED, "all_reduce", "broadcast", "reduce", "reduce_tree")
 SPEC = spec_from_keys({"family": "gpt", "layers": 1, "hidden": 64, "heads": 4, "vocab": 64, "sequence": 32})
 
 

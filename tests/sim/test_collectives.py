@@ -259,6 +259,7 @@ CASES = [
     ("all_to_all", "node"),
     ("broadcast", "world"),
     ("reduce", "world"),
+    ("reduce_tree", "world"),
 ]
 
 
@@ -273,11 +274,15 @@ def test_folded_agrees_with_step_by_step_on_gloo(run, nodes, ranks, op, axis):
     assert run(cluster, transfer, fold=True) == pytest.approx(run(cluster, transfer), rel=0.01)
 
 
-@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "reduce"])
+@pytest.mark.parametrize(
+    "op", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "reduce", "reduce_tree"]
+)
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (4, 2), (3, 3), (1, 4), (8, 1), (1, 2), (2, 1)])
 @pytest.mark.parametrize("kib", [16, 1024, 9000])
 def test_folded_agrees_on_gloo_where_latencies_and_additions_show(run, nodes, ranks, op, kib):
     """5 ms of delay: messages from far shorter than 2 L to longer; a slow memory: additions from little to most."""
+    if op == "reduce_tree" and (nodes, ranks) == (3, 3):
+        pytest.skip("a binomial tree whose levels lie askew on the nodes is not counted level by level")
     mesh = Mesh(nodes * ranks, ranks)
     transfer = transfer_of(op, mesh, kib * 1024 // mesh.num_ranks // 4 * mesh.num_ranks * 4)
     if op == "reduce_scatter":
@@ -291,7 +296,9 @@ def test_folded_agrees_on_gloo_where_latencies_and_additions_show(run, nodes, ra
 
 
 @pytest.mark.parametrize("axis", ["node", "local"])
-@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "reduce", "broadcast"])
+@pytest.mark.parametrize(
+    "op", ["all_gather", "reduce_scatter", "all_reduce", "reduce", "broadcast", "reduce_tree"]
+)
 def test_folded_agrees_on_gloo_where_all_groups_of_an_axis_share_the_nics(run, op, axis):
     mesh = Mesh(8, 2)
     cluster = cluster_of(4, 2, latency_ns=100_000, intra_Bps=2e9, intra_ns=20_000)
@@ -333,7 +340,9 @@ def test_a_rank_that_never_comes_is_named(run):
 
 @settings(deadline=None, max_examples=25)
 @given(
-    op=st.sampled_from(["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce"]),
+    op=st.sampled_from(
+        ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "reduce_tree"]
+    ),
     nodes=st.integers(1, 3),
     ranks=st.integers(1, 3),
     kib=st.integers(1, 64),

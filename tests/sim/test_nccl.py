@@ -27,7 +27,7 @@ from twinbed.sim.program import MAIN, Writer
 from twinbed.sim.topology import Topology
 
 MIB = 1 << 20
-OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")
+OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "reduce_tree")
 
 
 def cluster_of(nodes=8, ranks=8, *, inner=None, outer=None, **keys):

@@ -128,7 +128,7 @@ def test_nccl_goes_through_a_node_before_it_leaves_it_and_gloo_by_number():
 
 
 @pytest.mark.parametrize("backend", list(Backend))
-@pytest.mark.parametrize("op", [*OPS, "broadcast", "reduce"])
+@pytest.mark.parametrize("op", [*OPS, "broadcast", "reduce", "reduce_tree"])
 def test_ranks_of_one_ledger_class_send_alike(backend, op):
     from twinbed.sim.ledger import rank_classes
 

@@ -38,7 +38,7 @@ from twinbed.sim.topology import Topology
 
 SPEC = spec_from_keys({"family": "gpt", "layers": 2, "hidden": 64, "heads": 4, "vocab": 128, "sequence": 32})
 GATHERS = ("all_gather", "reduce_scatter", "all_to_all")
-OPS = (*GATHERS, "all_reduce", "broadcast", "reduce")
+OPS = (*GATHERS, "all_reduce", "broadcast", "reduce", "reduce_tree")
 
 
 def experiment_of(cluster, comm="zero3", **keys):

@@ -39,7 +39,7 @@ from twinbed.sim.topology import Topology
 SPEC = spec_from_keys({"family": "gpt", "layers": 4, "hidden": 64, "heads": 4, "vocab": 128, "sequence": 32})
 DEVICE = DeviceConf(flop_per_s=1e10, memory_Bps=1e11, memory_bytes=1e12)
 GATHERS = ("all_gather", "reduce_scatter", "all_to_all")
-OPS = (*GATHERS, "all_reduce", "broadcast", "reduce")
+OPS = (*GATHERS, "all_reduce", "broadcast", "reduce", "reduce_tree")
 COMM = {
     "zero3": {},
     "ddp": {"zero_stage": 0},

@@ -56,8 +56,9 @@ def test_one_dimension_by_our_own_function_and_by_dtensor(launch: Launch) -> Non
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(400)
 def test_replicas_of_a_layout_under_communication_policies(launch: Launch) -> None:
-    for found in launch("ranks_layout", "pairs", 4):
+    for found in launch("ranks_layout", "pairs", 4, timeout_s=300.0):
         check_errors(found)
         for name, axes in found["axes"].items():
             gathers = [] if "ddp" in name else [("gather", "replicas", 2)]

@@ -3,7 +3,7 @@
 import itertools
 
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from twinbed.policies.layout.border import Cut
@@ -48,7 +48,7 @@ def placed_parameters(draw: st.DrawFn) -> tuple[Mesh, Placed]:
     return mesh, Placed((padded[0] - lacking, *padded[1:]), padded, cut)
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(placed_parameters())
 def test_the_parts_of_all_ranks_are_the_whole(drawn: tuple[Mesh, Placed]) -> None:
     mesh, placed = drawn

@@ -177,8 +177,8 @@ def test_steps_on_gloo_are_simulated_one_by_one() -> None:
     ("overrides", "message"),
     [
         (
-            ["engine=fsdp2", "parallel.tensor=2"],
-            r"parallel\.tensor=2 needs engine=megatron, got engine=fsdp2",
+            ["engine=deepspeed", "parallel.tensor=2"],
+            r"parallel\.tensor=2 needs engine=fsdp2 or megatron, got engine=deepspeed",
         ),
         (["target=both", "data=synthetic"], r"engine=megatron needs target=sim, got target=both"),
         (

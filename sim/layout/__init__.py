@@ -1,0 +1,1 @@
+"""Layouts under engine=fsdp2: programs of ranks that share layers, tokens or a pipeline, from `policies.layout`."""

@@ -1,0 +1,53 @@
+"""A unit's computation as items of a program: the steps of its layers, with the collectives between and beside them."""
+
+from ...policies.layout import Direction
+from ..interpreter import Transfer, Work
+from ..program import COMPUTE, MAIN, Writer
+from .costs import ENDS
+from .model import LaidModel
+from .operands import RECEIPTS
+from .shapes import BLOCK
+
+BESIDE = "layer"  # begins the names of workers that carry out what runs beside the main one
+
+
+class LayersOf:
+    """Writes it (`rules.Layers`). Local work and collectives that block are the main worker's, in the order of issue;
+    each other stream is a worker, first in, first out.
+    """
+
+    def __init__(self, model: LaidModel, place: int = 0) -> None:
+        """`place`: of the ranks that run the program, on the sequence axis."""
+        self._model = model
+        self._place = place
+
+    def write(
+        self, writer: Writer, phase: str, unit: str, key: str, waits: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Args:
+        key: Such as "forward/block.0"; works are numbered behind it, "forward/block.0#3".
+        """
+        direction, _, where = key.partition("/")
+        steps = self._model.steps(ENDS.get(where, BLOCK), Direction(direction))
+        begin = (*waits, *writer.last(MAIN))
+        index: list[int] = []
+        waited: set[int] = set()
+        for number, step in enumerate(steps):
+            after = tuple(index[at] for at in step.after) if step.after else begin
+            waited.update(step.after)
+            layer = f"{unit}.{step.path}"
+            if isinstance(step.what, Transfer):
+                worker = f"{BESIDE}/{step.stream}" if step.beside else MAIN
+                # both ends of a ring's messages are items of each rank, and meet at the number of the first
+                tag = None
+                if step.what.peer:
+                    tag = ("shift", index[step.pair] if step.pair >= 0 else len(writer.program.items))
+                stream = step.stream.removesuffix(RECEIPTS)
+                index.append(writer.transfer(worker, stream, phase, layer, step.what, after, tag=tag))
+            else:
+                own = f"@{self._place}" if step.by_place else ""
+                work = Work("compute", f"{key}#{number}{own}")
+                index.append(
+                    writer.local(MAIN, COMPUTE, phase, unit, f"{phase}/{layer} {step.name}", work, after)
+                )
+        return tuple(index[at] for at in range(len(index)) if at not in waited) or waits

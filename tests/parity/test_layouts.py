@@ -1,0 +1,102 @@
+"""Every way to lay a model out, and products of them: both targets' ledgers are equal, and losses are the single
+process's.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+SMALL = (
+    "model.layers=4",
+    "model.hidden=32",
+    "model.heads=8",
+    "model.sequence=16",
+    "data=synthetic",
+    "cluster.shaped=false",
+    "precision=fp32",
+    "steps=2",
+    "warmup_steps=0",
+    "train.gradient_clipping=1.0",
+)
+GPT = ("model=gpt", "model.vocab=61")
+LLAMA = ("model=llama_tiny", "model.kv_heads=4", "model.ffn=64", "model.vocab=64")
+BERT = ("model=bert_tiny", "model.vocab=61")
+
+
+def keys(**parallel: object) -> tuple[str, ...]:
+    return tuple(f"parallel.{key}={value}" for key, value in parallel.items())
+
+
+MODES_OF_FOUR: Mapping[str, tuple[str, ...]] = {
+    "1d": keys(tensor=4),
+    "1d, sequence": keys(tensor=4, sequence=4),
+    "2d": keys(tensor=4, tensor_mode="2d"),
+    "ring": keys(sequence=4, sequence_mode="ring"),
+    "ulysses": keys(sequence=4, sequence_mode="ulysses"),
+    "pipeline": keys(pipeline=4),
+}
+PRODUCTS_OF_FOUR: Mapping[str, tuple[str, ...]] = {
+    "data, 1d, zeropp": (*keys(tensor=2), "comm=zeropp"),
+    "data, ring, zero3": (*keys(sequence=2, sequence_mode="ring"), "comm=zero3"),
+    "ring, pipeline": keys(sequence=2, sequence_mode="ring", pipeline=2),
+    "1d, pipeline, gpipe": keys(tensor=2, pipeline=2, pipeline_schedule="gpipe"),
+    "ulysses, 1d": keys(sequence=2, sequence_mode="ulysses", tensor=2),
+    "data, interleaved": (*keys(pipeline=2, virtual_stages=2, pipeline_schedule="interleaved"), "comm=zero3"),
+    "pipeline first": (*keys(tensor=2, pipeline=2), "parallel.order=[pipeline,tensor,sequence,data]"),
+}
+OF_EIGHT: Mapping[str, tuple[str, ...]] = {
+    "2.5d": keys(tensor=8, tensor_mode="2.5d", depth=2),
+    "3d": keys(tensor=8, tensor_mode="3d"),
+    "data, pipeline, 1d, zeropp": (*keys(tensor=2, pipeline=2), "comm=zeropp"),
+    "ring, 2d": keys(sequence=2, sequence_mode="ring", tensor=4, tensor_mode="2d"),
+    "data, 2d, zero3": (*keys(tensor=4, tensor_mode="2d"), "comm=zero3"),
+    "2d, pipeline": keys(tensor=4, tensor_mode="2d", pipeline=2),
+    "data, ring, pipeline": (*keys(sequence=2, sequence_mode="ring", pipeline=2), "comm=zero1"),
+}
+
+
+def cases(per_node: int, layouts: Mapping[str, tuple[str, ...]], *models: tuple[str, ...]) -> dict[str, Any]:
+    found = {}
+    for model in models:
+        for name, layout in layouts.items():
+            label = f"{model[0].removeprefix('model=')}: {name}"
+            found[label] = (
+                *model,
+                *SMALL,
+                "cluster.nodes=2",
+                f"cluster.devices_per_node={per_node}",
+                "batch.micro=4",
+                "batch.accumulation=4",
+                *layout,
+            )
+    return found
+
+
+def check(found: Mapping[str, Any], same_ledger: Callable[..., Any]) -> None:
+    differences = []
+    for name, (composed, real) in found.items():
+        try:
+            same_ledger(composed, real)
+        except (AssertionError, ValueError) as err:
+            differences.append(f"{name}: {err}")
+    assert not differences, "\n".join(differences)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ledgers_of_four_ranks_are_equal(
+    run_cases: Callable[..., Any], same_ledger: Callable[..., Any]
+) -> None:
+    everything = {**MODES_OF_FOUR, **PRODUCTS_OF_FOUR}
+    check(run_cases(cases(2, everything, GPT)), same_ledger)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ledgers_of_eight_ranks_are_equal(
+    run_cases: Callable[..., Any], same_ledger: Callable[..., Any]
+) -> None:
+    check(run_cases(cases(4, OF_EIGHT, GPT)), same_ledger)
