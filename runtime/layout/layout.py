@@ -150,8 +150,9 @@ class _LayingOut:
                 for each in (layer, *layer.others):
                     for owned, cut in self._cuts(units[unit], layer, each):
                         name = names[id(owned.owner), owned.name]
-                        placed[name] = cut
-                        self._replace(owned, cut)
+                        if name not in placed:  # a shared one, on the stage that has its layer too
+                            placed[name] = cut
+                            self._replace(owned, cut)
         for unit, layers in self.layout.units(stage, chunk):
             for layer in layers:
                 self._plan(unit, units[unit], layer)
@@ -164,11 +165,9 @@ class _LayingOut:
     # ---- parameters
 
     def _cuts(self, unit: nn.Module, layer: Layer, each: Layer) -> Iterator[tuple[Owned, Placed]]:
-        """Parameters of a layer (or of one of its `others`) that are cut, and not another layer's."""
+        """Parameters of a layer (or of one of its `others`) that are cut."""
         cuts = self.layout.parameter_cuts(replace(each, input=layer.input, output=layer.output))
         for operand, owned in _parameters(unit, each).items():
-            if operand == "weight" and layer.shares:
-                continue
             cut, shape = cuts[operand], tuple(owned.tensor.shape)
             if layer.kind in (Kind.positions, Kind.first_token):  # cut in their last dimension
                 cut = replace(cut, dims=((),) * (len(shape) - 1) + (cut.dims[-1],))

@@ -18,11 +18,11 @@ _IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Of one replica, of the tokens that lie on this rank.
+    """A micro-batch of one replica, of the tokens that lie on this rank.
 
     Args:
-        first: The replica's first sequence in the whole batch.
-        weight: By which the replica's loss counts so that the mean over replicas is that over all labels.
+        first: Its first sequence in the whole batch.
+        weight: By which its loss counts so that the mean over replicas of their sums is the mean over all labels.
     """
 
     inputs: Tensor
@@ -31,14 +31,23 @@ class Share:
     weight: float
 
 
-def share_of(
-    inputs: Tensor, targets: Tensor, *, layout: ParallelLayout, mesh: Mesh, rank: int, over_all: bool
-) -> Share:
-    """This rank's share: its replica's sequences, one run of them, and of each its place's tokens on `sequence`.
+def shares_of(
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    layout: ParallelLayout,
+    mesh: Mesh,
+    rank: int,
+    over_all: bool,
+    count: int = 1,
+) -> list[Share]:
+    """This rank's share: its replica's sequences, one run of them in `count` micro-batches, and of each sequence its
+    place's tokens on `sequence`.
 
-    The loss of a replica is a mean over its own labels. Each rank has the whole batch before it is cut, so it can count
-    all labels: with c of the C labels and D replicas the weight is D c / C, and the mean of weighted losses is the mean
-    over all labels, wherever ignored ones lie. A replica without any label takes made-up ones, and weighs 0.
+    The loss of a micro-batch is a mean over its own labels. Each rank has the whole batch before it is cut, so it can
+    count all labels: with c of the C labels and D replicas the weight is D c / C, and the mean over replicas of
+    weighted losses is the mean over all labels, wherever ignored ones lie. A micro-batch without any label takes
+    made-up ones, and weighs 0.
 
     Args:
         inputs: [B, T], or images [B, ...].
@@ -46,27 +55,32 @@ def share_of(
         over_all: The loss is divided by the number of all targets, ignored or not.
 
     Raises:
-        ValueError: If the replicas do not divide the batch, naming both numbers.
+        ValueError: If replicas and micro-batches do not divide the batch, naming the numbers.
     """
     replicas = mesh.size(DATA)
     sequences = len(inputs)
-    if sequences % replicas:
+    if sequences % (replicas * count):
+        micro = f" times batch.accumulation={count}" if count > 1 else ""
         raise ValueError(
-            f"parallel.data={replicas} must divide the {sequences} sequences of a batch, which every rank gets whole"
+            f"parallel.data={replicas}{micro} must divide the {sequences} sequences of a batch, which every rank gets "
+            "whole"
         )
-    each = sequences // replicas
-    first = mesh.index(DATA, rank) * each
-    inputs, mine = inputs[first : first + each], targets[first : first + each]
-    weight = 1.0
-    if not over_all:
-        count, total = int((mine != _IGNORED).sum()), int((targets != _IGNORED).sum())
-        if total:
-            weight = replicas * count / total
-            mine = mine if count else torch.zeros_like(mine)
-    if layout.sequence > 1:
-        here = token_index(layout, mesh, rank, inputs.shape[1]).to(inputs.device)
-        inputs, mine = inputs.index_select(1, here), mine.index_select(1, here)
-    return Share(inputs.contiguous(), mine.contiguous(), first, weight)
+    each = sequences // (replicas * count)
+    total = int((targets != _IGNORED).sum())
+    here = token_index(layout, mesh, rank, inputs.shape[1]) if layout.sequence > 1 else None
+    found = []
+    for i in range(count):
+        first = (mesh.index(DATA, rank) * count + i) * each
+        mine, labels = inputs[first : first + each], targets[first : first + each]
+        weight = 1 / count
+        if total and not over_all:
+            here_labelled = int((labels != _IGNORED).sum())
+            weight = replicas * here_labelled / total
+            labels = labels if here_labelled else torch.zeros_like(labels)
+        if here is not None:
+            mine, labels = (x.index_select(1, here.to(x.device)) for x in (mine, labels))
+        found.append(Share(mine.contiguous(), labels.contiguous(), first, weight))
+    return found
 
 
 def check_same(inputs: Tensor, targets: Tensor) -> None:

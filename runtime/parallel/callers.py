@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -20,10 +20,6 @@ class Caller(Protocol):
 
     counts_forwards: bool
 
-    def laid_out(self, layout: ParallelLayout, mesh: Mesh) -> None:
-        """Modules of the stack have become parts."""
-        ...
-
     def read_batch(self, args: Sequence[Any], given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(inputs, targets) of the whole batch; raises ValueError for arguments that have no meaning here."""
         ...
@@ -37,6 +33,15 @@ class Caller(Protocol):
         ...
 
 
+@runtime_checkable
+class SizedInside(Protocol):
+    """A stack in which something knows the sizes of the whole."""
+
+    def laid_out(self, layout: ParallelLayout, mesh: Mesh) -> None:
+        """Its modules have become parts."""
+        ...
+
+
 class OwnCaller:
     """Of a model of ours, which is called with inputs and targets."""
 
@@ -45,8 +50,6 @@ class OwnCaller:
     def __init__(self, model: Stack) -> None:
         self._kind = type(model).__name__
         self._signature = inspect.signature(model.forward)
-
-    def laid_out(self, layout: ParallelLayout, mesh: Mesh) -> None: ...
 
     def read_batch(self, args: Sequence[Any], given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         try:

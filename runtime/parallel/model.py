@@ -1,6 +1,7 @@
 """A model that a script goes on to call as before, of which each rank holds and computes a part."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,24 @@ from ...policies.mesh import DATA
 from ..dispatch import activate
 from ..dropout import DropoutClock
 from ..gradients import clip_factor
+from ..groups import Groups
 from ..layout import LaidOut, tell_places
 from ..ledger import Ledger
 from ..secondary import WeightsWatch
 from ..stack import Stack
-from .batch import Share, check_same, share_of
+from .batch import Share, check_same, shares_of
 from .callers import Caller
 from .replicas import Replicas, Whole, local_part, whole_of_replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank has of the model: all of it, laid out, or a chunk of its stage of a pipeline."""
+
+    chunk: int
+    stack: Stack
+    laid: LaidOut
+    replicas: Replicas
 
 
 class ParallelModel(nn.Module):
@@ -30,7 +42,7 @@ class ParallelModel(nn.Module):
     number by itself (AdamW, SGD) steps them as before.
 
     Attributes:
-        stack: The model that computes.
+        stacks: The parts of the model that compute here.
         rank: Of this process.
         ledger: What was communicated.
         warnings: Keys without effect.
@@ -40,30 +52,27 @@ class ParallelModel(nn.Module):
 
     def __init__(
         self,
-        stack: Stack,
+        parts: Sequence[Part],
         *,
         caller: Caller,
         conf: ParallelConf,
         layout: ParallelLayout,
-        laid: LaidOut,
-        replicas: Replicas,
+        groups: Groups,
         ledger: Ledger,
         warnings: tuple[str, ...],
-        counts_forwards: bool,
     ) -> None:
         super().__init__()
-        self.stack = stack
+        self.stacks = nn.ModuleList(part.stack for part in parts)
         self.ledger = ledger
         self.warnings = warnings
-        self.dropout_clock = DropoutClock(stack.dropout_clock.seed)
-        self._caller, self._conf, self._layout, self._laid = caller, conf, layout, laid
-        self._mesh, self.rank = laid.groups.mesh, laid.groups.rank
-        self._replicas = replicas
-        self._counts_forwards = counts_forwards
-        self._sizes: tuple[int, int] | None = None  # sequences of a replica, tokens of each, as last told
+        self.dropout_clock = DropoutClock(parts[0].stack.dropout_clock.seed)
+        self._parts = parts
+        self._caller, self._conf, self._layout = caller, conf, layout
+        self._groups, self._mesh, self.rank = groups, groups.mesh, groups.rank
+        self._sizes: tuple[int, int] | None = None  # sequences of a micro-batch, tokens of each, as last told
         self._stepped = False
-        self._watch = WeightsWatch([stack], self._has_stepped)
-        self.train(stack.training)
+        self._watch = WeightsWatch([part.stack for part in parts], self._has_stepped)
+        self.train(parts[0].stack.training)
 
     def forward(self, *args: Any, **given: Any) -> Any:
         """As the model that was given, with the whole batch on every rank; the loss is that of the whole batch.
@@ -77,18 +86,14 @@ class ParallelModel(nn.Module):
                 "autocast does not reach into matrices that are shared out over ranks: cast the model, as by "
                 "model.to(torch.bfloat16), before parallelize takes it"
             )
-        share = self._take(inputs, targets)
-        training = torch.is_grad_enabled()
-        if training and self._stepped:
-            self._stepped = False
-            if not self._replicas.counts_steps:
-                self.ledger.at(iteration=self.ledger.labels.iteration + 1)
-        activate(self.ledger)
-        self.ledger.at(phase="forward" if training else "eval")
+        (share,) = self._take(inputs, targets)
+        self._begin_forward()
         self._set_clock(share.first)
-        self._replicas.forward_begins()
-        loss = self.stack(share.inputs, share.targets)
-        self.ledger.at(phase="forward" if training else "eval")  # FSDP2's hooks have said backward
+        self._count_forward()
+        (part,) = self._parts
+        part.replicas.forward_begins()
+        loss = part.stack(share.inputs, share.targets)
+        self.ledger.at(phase=_phase())  # FSDP2's hooks have said backward
         return self._caller.output(_BatchLoss.apply(loss, share.weight, self))  # type: ignore[no-untyped-call]
 
     def forward_backward(self, *args: Any, **given: Any) -> Tensor:
@@ -101,18 +106,18 @@ class ParallelModel(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """All parameters, whole, by the names of the model that was given, which can load them. A collective."""
-        with self.ledger.set_up():
-            activate(self.ledger)
-            parts = {n: whole_of_replicas(p.detach()) for n, p in self.stack.named_parameters()}
-            return self._caller.original(self._laid.wholes(parts))
+        return self._wholes(
+            [{n: p.detach() for n, p in part.stack.named_parameters()} for part in self._parts]
+        )
 
     def full_gradients(self) -> dict[str, Tensor]:
         """As `full_state_dict`, of the gradients that there are, on all ranks alike."""
-        with self.ledger.set_up():
-            activate(self.ledger)
-            found = {n: p.grad for n, p in self.stack.named_parameters() if p.grad is not None}
-            wholes = self._laid.wholes({n: whole_of_replicas(gradient) for n, gradient in found.items()})
-            return self._caller.original(wholes)
+        return self._wholes(
+            [
+                {n: p.grad for n, p in part.stack.named_parameters() if p.grad is not None}
+                for part in self._parts
+            ]
+        )
 
     def save(self, path: str | Path) -> None:
         """Write `full_state_dict` to a file for torch.load, on rank 0; to be called on all ranks."""
@@ -130,7 +135,7 @@ class ParallelModel(nn.Module):
             The norm before.
         """
         square, parts = torch.zeros(()), []
-        for name, parameter in self.stack.named_parameters():
+        for name, parameter in self.named_parameters():
             if parameter.grad is None:
                 continue
             part = local_part(parameter.grad)
@@ -151,7 +156,8 @@ class ParallelModel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self.stack.named_parameters(prefix, recurse, remove_duplicate)
+        for part in self._parts:
+            yield from part.stack.named_parameters(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **given: Any) -> Any:
         """Refused: it would be this rank's parts under the names of the whole."""
@@ -175,16 +181,29 @@ class ParallelModel(nn.Module):
 
     # ---- of one forward
 
-    def _take(self, inputs: Tensor, targets: Tensor) -> Share:
+    def _begin_forward(self) -> None:
+        activate(self.ledger)
+        if torch.is_grad_enabled() and self._stepped:
+            self._stepped = False
+            self.ledger.at(iteration=self.ledger.labels.iteration + 1)
+        self.ledger.at(phase=_phase())
+
+    def _take(self, inputs: Tensor, targets: Tensor, *, count: int = 1) -> list[Share]:
         if self._sizes is None:
             with self.ledger.set_up():
                 check_same(inputs, targets)
-        over_all = bool(getattr(self.stack.get_submodule("loss"), "over_all", False))
-        share = share_of(
-            inputs, targets, layout=self._layout, mesh=self._mesh, rank=self.rank, over_all=over_all
+        stack = self._parts[0].stack
+        shares = shares_of(
+            inputs,
+            targets,
+            layout=self._layout,
+            mesh=self._mesh,
+            rank=self.rank,
+            over_all=bool(getattr(stack.get_submodule("loss"), "over_all", False)),
+            count=count,
         )
-        spec = self.stack.spec
-        sizes = (len(share.inputs), spec.sequence if spec.family == "vit" else inputs.shape[1])
+        spec = stack.spec
+        sizes = (len(shares[0].inputs), spec.sequence if spec.family == "vit" else inputs.shape[1])
         if sizes != self._sizes:
             micro, sequence = sizes
             build_parallel(
@@ -195,28 +214,58 @@ class ParallelModel(nn.Module):
                 micro_batches=self._layout.micro_batches,
                 sequence=sequence,
             )  # refuses sizes that do not divide
-            tell_places(self.stack, self._layout, self._mesh, self.rank, micro=micro, sequence=sequence)
+            for part in self._parts:
+                tell_places(part.stack, self._layout, self._mesh, self.rank, micro=micro, sequence=sequence)
             self._sizes = sizes
-        return share
+        return shares
 
     def _set_clock(self, first: int) -> None:
-        told, clock = self.dropout_clock, self.stack.dropout_clock
-        clock.seed = told.seed
-        clock.at(step=told.step, first_sequence=told.first_sequence + first)
-        if self._counts_forwards and self.training and torch.is_grad_enabled():
-            told.step += 1
+        """Sequences from `first` of the whole batch on are computed next."""
+        told = self.dropout_clock
+        for part in self._parts:
+            part.stack.dropout_clock.seed = told.seed
+            part.stack.dropout_clock.at(step=told.step, first_sequence=told.first_sequence + first)
+
+    def _count_forward(self) -> None:
+        if self._caller.counts_forwards and self.training and torch.is_grad_enabled():
+            self.dropout_clock.step += 1
+
+    def mean_of_replicas(self, loss: Tensor) -> Tensor:
+        """Over `data`; written over."""
+        group = self._groups[DATA]
+        if group.size > 1:
+            dist.all_reduce(loss, group=group.handle)
+            loss /= group.size
+        return loss
+
+    def _wholes(self, tensors: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """By the names of the model that was given, of what lies like the parameters of each part."""
+        with self.ledger.set_up():
+            activate(self.ledger)
+            found: dict[str, Tensor] = {}
+            for part, some in zip(self._parts, tensors, strict=True):
+                found |= part.laid.wholes({n: whole_of_replicas(tensor) for n, tensor in some.items()})
+            return self._caller.original(self._of_all_stages(found))
+
+    def _of_all_stages(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        return found
 
     def _has_stepped(self) -> None:
         self._stepped = True
 
     def _copies(self, name: str) -> int:
         """Ranks that hold the same numbers of a parameter."""
-        placed = self._laid.placed.get(name)
+        (part,) = self._parts
+        placed = part.laid.placed.get(name)
         cut = 1
         for axis in dict.fromkeys(placed.cut.axes) if placed is not None else ():
             cut *= self._mesh.size(axis)
         copies = self._layout.tensor // cut
-        return copies * self._mesh.num_replicas if isinstance(self._replicas, Whole) else copies
+        return copies * self._mesh.num_replicas if isinstance(part.replicas, Whole) else copies
+
+
+def _phase() -> str:
+    return "forward" if torch.is_grad_enabled() else "eval"
 
 
 class _BatchLoss(torch.autograd.Function):
@@ -225,17 +274,13 @@ class _BatchLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, weight: float, model: ParallelModel) -> Tensor:
         ctx.weight, ctx.model = weight, model
-        mean = loss.detach() * weight
-        group = model._laid.groups[DATA]
-        if group.size > 1:
-            dist.all_reduce(mean, group=group.handle)
-            mean /= group.size
-        return mean
+        return model.mean_of_replicas(loss.detach() * weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         model: ParallelModel = ctx.model
         activate(model.ledger)
         model.ledger.at(phase="backward")
-        model._replicas.backward_begins()
+        for part in model._parts:
+            part.replicas.backward_begins()
         return gradients[0] * ctx.weight, None, None

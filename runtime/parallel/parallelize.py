@@ -1,5 +1,6 @@
 """From a model of one process and a few keys to a parallel one."""
 
+import copy
 import os
 import warnings
 from collections.abc import Mapping
@@ -13,18 +14,19 @@ from torch import nn
 from ...conf.schema import CommConf
 from ...policies.comm import CommPolicy, build_comm
 from ...policies.layout import ParallelLayout, build_parallel
-from ...policies.mesh import Dims, Mesh
+from ...policies.mesh import PIPELINE, Dims, Mesh
 from ..collectives import backend_of, build_collectives
 from ..dispatch import activate
 from ..groups import Groups
 from ..interpreter import Interpreter
 from ..layout import lay_out
+from ..layout.stages import keep_part
 from ..ledger import Ledger
 from ..named_comm import local_world_size
 from ..stack import Stack
-from .callers import Caller, OwnCaller
+from .callers import Caller, OwnCaller, SizedInside
 from .config import ScriptConf, read_config
-from .model import ParallelModel
+from .model import ParallelModel, Part
 from .replicas import join_replicas
 
 
@@ -36,6 +38,8 @@ def parallelize(module: nn.Module, config: Mapping[str, Any] | str | Path) -> Pa
     rank's part.
 
         model = twinbed.runtime.parallelize(model, "tensor=4 tensor_mode=2d")
+
+    With parallel.pipeline > 1 `loss = model.forward_backward(...)` stands for the lines of forward and backward.
 
     Where labels of -100 lie unequally over replicas, the loss is still the mean over all labels of the batch, and not a
     mean of means (`batch.share_of`).
@@ -53,57 +57,66 @@ def parallelize(module: nn.Module, config: Mapping[str, Any] | str | Path) -> Pa
             communication.
     """
     conf = read_config(config)
+    copies = [copy.deepcopy(module) for _ in range(conf.parallel.virtual_stages - 1)]
     stack, caller = _understood(module, conf)
-    if conf.parallel.pipeline > 1:
-        raise ValueError(
-            f"parallel.pipeline={conf.parallel.pipeline}: must be 1; stages of a pipeline are not built into "
-            "parallelize"
-        )
     num_ranks, ranks_per_node = _world()
     layout = _layout(conf, stack, num_ranks)
     mesh, policy, told = _policy(conf, num_ranks, ranks_per_node, layout.dims)
     for message in told:
         warnings.warn(message, stacklevel=2)
-    device = next(stack.parameters()).device
+    first = next(stack.parameters())
+    device, dtype = first.device, first.dtype
     _join(device)
     groups = Groups(mesh)
     ledger = Ledger(rank=dist.get_rank(), mesh=mesh)
     activate(ledger)
-    with ledger.set_up():
-        _same_weights(stack)
     collectives = build_collectives(backend_of(device))
+    interpreter = Interpreter(groups.of_replicas(), ledger, collectives)
     micro, sequence = _fitting(conf)
-    laid = lay_out(
-        stack,
-        layout,
-        groups=groups,
-        ledger=ledger,
-        collectives=collectives,
-        micro=micro,
-        sequence=sequence,
-    )
-    caller.laid_out(layout, mesh)
-    replicas = join_replicas(
-        stack,
-        stack.units(),
-        mesh=mesh,
-        groups=groups,
-        policy=policy,
-        interpreter=Interpreter(groups.of_replicas(), ledger, collectives),
-        device=device,
-    )
+    stage = mesh.index(PIPELINE, groups.rank)
+    parts = []
+    for chunk, whole in enumerate([stack, *(_understood(each, conf)[0] for each in copies)]):
+        with ledger.set_up():
+            _same_weights(whole)
+        if layout.stages > 1:
+            keep_part(whole, layout, stage=stage, chunk=chunk)
+        laid = lay_out(
+            whole,
+            layout,
+            groups=groups,
+            ledger=ledger,
+            collectives=collectives,
+            micro=micro,
+            sequence=sequence,
+            stage=stage,
+            chunk=chunk,
+        )
+        if isinstance(whole, SizedInside):
+            whole.laid_out(layout, mesh)
+        replicas = join_replicas(
+            whole,
+            whole.units(),
+            mesh=mesh,
+            groups=groups,
+            policy=policy,
+            interpreter=interpreter,
+            device=device,
+        )
+        parts.append(Part(chunk, whole, laid, replicas))
     ledger.at(iteration=0, phase="forward")
-    return ParallelModel(
-        stack,
-        caller=caller,
-        conf=conf.parallel,
-        layout=layout,
-        laid=laid,
-        replicas=replicas,
-        ledger=ledger,
-        warnings=told,
-        counts_forwards=caller.counts_forwards,
-    )
+    given: dict[str, Any] = {
+        "caller": caller,
+        "conf": conf.parallel,
+        "layout": layout,
+        "groups": groups,
+        "ledger": ledger,
+        "warnings": told,
+    }
+    if layout.stages == 1:
+        return ParallelModel(parts, **given)
+    from .pipelined import PipelinedModel  # torch.distributed.pipelining
+
+    return PipelinedModel(parts, **given, placement=policy.placement, device=device, dtype=dtype)
 
 
 def _understood(module: nn.Module, conf: ScriptConf) -> tuple[Stack, Caller]:

@@ -19,11 +19,9 @@ from ..sharded import ROOT, ShardedHooks
 class Replicas(Protocol):
     """Each backward ends with gradients that are the mean over the replicas, so that several may be added up.
 
-    Attributes:
-        counts_steps: It tells the ledger of iterations.
+    Or each step does, where a pipeline says when a micro-batch begins and when a step's last backward is over: then
+    `begin_micro_batch` and `finish_gradients` are called in place of `backward_begins`.
     """
-
-    counts_steps: bool
 
     def forward_begins(self) -> None:
         """A forward of the model is next."""
@@ -33,21 +31,29 @@ class Replicas(Protocol):
         """Within the backward pass, before the model's."""
         ...
 
+    def begin_micro_batch(self, index: int, count: int) -> None:
+        """The backward of micro-batch `index` of `count` of a step is next."""
+        ...
+
+    def finish_gradients(self) -> None:
+        """The last backward of a step is over."""
+        ...
+
 
 class Alone:
     """There is one replica."""
-
-    counts_steps = False
 
     def forward_begins(self) -> None: ...
 
     def backward_begins(self) -> None: ...
 
+    def begin_micro_batch(self, index: int, count: int) -> None: ...
+
+    def finish_gradients(self) -> None: ...
+
 
 class Sharded:
     """Under FSDP2: parameters are DTensors over the replicas, gathered and reduced as the policy says."""
-
-    counts_steps = True
 
     def __init__(
         self,
@@ -64,12 +70,17 @@ class Sharded:
             {name: cast(FSDPModule, module) for name, module in units.items()},
             policy=policy,
             interpreter=interpreter,
-            counts_steps=True,
         )
 
     def forward_begins(self) -> None: ...
 
     def backward_begins(self) -> None: ...
+
+    def begin_micro_batch(self, index: int, count: int) -> None:
+        self._hooks.begin_micro_batch(index, count)
+
+    def finish_gradients(self) -> None:
+        self._hooks.finish_gradients()
 
 
 class Whole:
@@ -77,8 +88,6 @@ class Whole:
 
     What a backward adds to is already the mean of earlier ones, and the same on all: the mean leaves it as it is.
     """
-
-    counts_steps = False
 
     def __init__(
         self,
@@ -102,6 +111,11 @@ class Whole:
         if not self._queued:
             self._queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._average)
+
+    def begin_micro_batch(self, index: int, count: int) -> None: ...
+
+    def finish_gradients(self) -> None:
+        self._average()
 
     @torch.no_grad()
     def _average(self) -> None:

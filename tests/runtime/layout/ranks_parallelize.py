@@ -66,7 +66,7 @@ def foreign(kind: str, **settings: Any) -> nn.Module:
     if kind == "GPT2":
         sizes = {"n_positions": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": WORDS}
         settings = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} | settings
-        model: nn.Module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **settings))
+        model: nn.Module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**(sizes | settings)))
     else:
         sizes = {
             "max_position_embeddings": TOKENS,
@@ -77,7 +77,7 @@ def foreign(kind: str, **settings: Any) -> nn.Module:
             "num_key_value_heads": 4,
             "vocab_size": WORDS,
         }
-        config = getattr(transformers, f"{kind}Config")(**sizes, **settings)
+        config = getattr(transformers, f"{kind}Config")(**(sizes | settings))
         model = getattr(transformers, f"{kind}ForCausalLM")(config)
     random = torch.Generator().manual_seed(4)
     with torch.no_grad():
@@ -176,6 +176,52 @@ def details(*configs: str, models: Sequence[str] = ("gpt2", "llama")) -> dict[st
                 found[f"{name}: {config}"] = against_alone(make(), config, **labelled())
             except Exception as err:
                 raise RuntimeError(f"{name}: {config}") from err
+    return found
+
+
+PIPELINES: Sequence[tuple[str, str, Mapping[str, Any]]] = (
+    ("GPT2", "pipeline=2 tensor=2 batch.accumulation=2", {}),
+    ("GPT2", "pipeline=2 comm=zero3 batch.accumulation=4 pipeline_schedule=gpipe", {}),
+    ("Llama", "pipeline=2 batch.accumulation=2", {}),
+    ("Llama", "pipeline=2 sequence=2 sequence_mode=ring batch.accumulation=8", {"tie_word_embeddings": True}),
+    (
+        "Llama",
+        "pipeline=2 virtual_stages=2 pipeline_schedule=interleaved batch.accumulation=2 comm=zero2",
+        {"num_hidden_layers": 4},
+    ),
+)
+
+
+def pipelines() -> dict[str, Any]:
+    """Losses of three steps, clipped, and the weights behind them; micro-batches have unequally many labels."""
+    found: dict[str, Any] = {}
+    for kind, config, settings in PIPELINES:
+        module = foreign(kind, **settings)
+        alone = copy.deepcopy(module)
+        model = parallelize(module, config)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (alone, model)]
+        case: dict[str, Any] = {"losses alone": [], "losses parallel": [], "norm": 0.0}
+        for step in range(3):
+            batch = labelled(step)
+            loss = alone(**batch).loss
+            loss.backward()
+            case["losses alone"].append(float(loss.detach()))
+            case["losses parallel"].append(float(model.forward_backward(**batch)))
+            case["gradient"] = worst(model.full_gradients(), gradients_of(alone))
+            norm = float(torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5))
+            case["norm"] = max(case["norm"], abs(model.clip_grad_norm_(0.5) / norm - 1))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        case["weights"] = worst(model.full_state_dict(), alone.state_dict())
+        case["parts"] = sum(p.numel() for p in model.parameters()) / sum(
+            p.numel() for p in alone.parameters()
+        )
+        found[f"{kind}: {config}"] = case
+    try:
+        model(**labelled())
+    except RuntimeError as err:
+        found["forward"] = str(err)
     return found
 
 
@@ -295,6 +341,7 @@ def recomputed() -> dict[str, Any]:
 CASES: dict[str, Callable[[], Any]] = {
     "examples": lambda: {name: losses(name) for name in ("gpt2", "llama", "plain")},
     "details": lambda: details(*FOUR) | details(*FOUR[:3], models=("gpt2 untied", "llama tied", "qwen2")),
+    "pipelines": pipelines,
     "eight": lambda: details(*EIGHT),
     "rest": lambda: {
         "own": own_models(),

@@ -76,6 +76,20 @@ def test_gradients_and_weights_are_those_of_one_process(launch):
         _check(found)
 
 
+@pytest.mark.distributed
+def test_pipelines_run_forward_and_backward_in_one_call(launch):
+    for found in launch("ranks_parallelize", "pipelines", 4, timeout_s=280):
+        assert "call loss = model.forward_backward(...) in place of" in found.pop("forward")
+        assert len(found) == 5
+        for case, run in found.items():
+            assert run["losses parallel"] == pytest.approx(run["losses alone"], rel=1e-5), case
+            for what in ("gradient", "weights"):
+                name, error = run[what]
+                assert error < 1e-5, (case, what, name)
+            assert run["norm"] < 1e-5, case
+            assert run["parts"] < 0.6, "a stage has its own blocks only"
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_gradients_and_weights_with_eight_ranks(launch):
@@ -245,7 +259,7 @@ class Derived(transformers.GPT2LMHeadModel):  # type: ignore[misc, name-defined]
             r"parallel\.tensor=3 with parallel\.tensor_mode=2d must be a square",
         ),
         (own, "comm=zeropp comm.overlap=true", r"comm\.overlap=true"),
-        (own, "pipeline=2", r"parallel\.pipeline=2: must be 1"),
+        (own, "pipeline=2", r"parallel\.pipeline=2 is 2, which must divide the 1 ranks"),
     ],
 )
 def test_refused_by_name(make, config, said):
