@@ -35,7 +35,6 @@ from .images import Images
 from .interfaces import InterfaceBytes, read_interface
 from .interpreter import Interpreter
 from .laps import Laps
-from .layout.build import build_layout_engine
 from .layout.tokens import token_index
 from .learning_rate import learning_rate
 from .ledger import LIBRARY_STREAM, Ledger
@@ -307,6 +306,8 @@ class Trainer:
                 micro_batches=experiment.batch.accumulation,
                 host_memory=host_memory(experiment.offload),
             )
+        from .layout.build import build_layout_engine
+
         return build_layout_engine(
             self._new_model,
             layout=layout,

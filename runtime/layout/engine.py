@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,10 @@ from ..optim.norms import Holders, square_sums
 from ..stack import Stack
 from ..wrap import PassEngine
 from .layout import LaidOut
-from .pipeline import Pipeline, WatchedStage, check_order
 from .stages import tied_name
+
+if TYPE_CHECKING:
+    from .pipeline import Pipeline
 
 _TIED_TAG, _EVAL_TAG = 2_000, 2_001  # apart from torch's 0
 
@@ -120,7 +122,7 @@ class LayoutEngine:
         self._idle_ns = time.monotonic_ns()
         self._pipeline.run(inputs, targets)
         self._waited("the end")
-        check_order(self._layout, self._stage, self._ran)
+        self._pipeline.check_order(self._stage, self._ran)
         for part in self._parts:
             part.engine.finish_gradients()
         self._clock.lap("backward/root")
@@ -133,7 +135,9 @@ class LayoutEngine:
             dist.broadcast(losses, pipeline.ranks[-1], group=pipeline.handle)
         return losses
 
-    def _new_pipeline(self, inputs: Tensor, targets: Tensor) -> Pipeline:
+    def _new_pipeline(self, inputs: Tensor, targets: Tensor) -> "Pipeline":
+        from .pipeline import Pipeline, WatchedStage  # torch's takes long to import
+
         pipeline = self._groups[PIPELINE]
         stages = []
         for part in self._parts:

@@ -75,7 +75,7 @@ class Pipeline:
     def __init__(self, stages: Sequence[WatchedStage], *, layout: ParallelLayout, loss: Loss) -> None:
         # FSDP2 warns of a part's output, a view at the border of its last unit: nobody changes it in place
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
-        self._stages = stages
+        self._stages, self._layout = stages, layout
         count = layout.micro_batches
         self._schedule: _Schedule
         if layout.schedule == "interleaved":
@@ -106,6 +106,21 @@ class Pipeline:
         """
         self._schedule.step(inputs, target=targets, targets=targets, return_outputs=False)
 
+    def check_order(self, stage: int, ran: Sequence[Pass]) -> None:
+        """Refuse a step that was not run as the layout says, and so not as it is simulated.
+
+        What ran is compared: `Schedule1F1B.pipeline_order`, which torch keeps for drawings, numbers forwards wrongly.
+
+        Raises:
+            RuntimeError: Naming both orders.
+        """
+        said = self._layout.passes(stage)
+        if tuple(ran) != said:
+            raise RuntimeError(
+                f"layout {self._layout.name!r} has stage {stage} run {_shown(said)}, but torch {torch.__version__} ran "
+                f"{_shown(ran)}"
+            )
+
 
 class _Hidden(nn.Module):
     def __init__(self, module: nn.Module) -> None:
@@ -115,22 +130,6 @@ class _Hidden(nn.Module):
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         output: Tensor = self.module(*args, **kwargs)
         return output
-
-
-def check_order(layout: ParallelLayout, stage: int, ran: Sequence[Pass]) -> None:
-    """Refuse a step that was not run as the layout says, and so not as it is simulated.
-
-    What ran is compared: `Schedule1F1B.pipeline_order`, which torch keeps for drawings, numbers forwards wrongly.
-
-    Raises:
-        RuntimeError: Naming both orders.
-    """
-    said = layout.passes(stage)
-    if tuple(ran) != said:
-        raise RuntimeError(
-            f"layout {layout.name!r} has stage {stage} run {_shown(said)}, but torch {torch.__version__} ran "
-            f"{_shown(ran)}"
-        )
 
 
 def _shown(passes: Sequence[Pass]) -> str:
