@@ -47,10 +47,11 @@ def test_at_most_five_lines_differ(name):
     assert sum(line.startswith("- ") for line in changes) <= 5
 
 
+@pytest.mark.timeout(600)  # of a busy machine
 @pytest.mark.distributed
 def test_examples_keep_their_losses(launch):
     before = {name: train(f"train_{name}")(SIZES) for name in SCRIPTS}
-    for found in launch("ranks_parallelize", "examples", 4, timeout_s=280):
+    for found in launch("ranks_parallelize", "examples", 4, timeout_s=560):
         for name, layouts in found.items():
             assert len(layouts) == 10
             for layout, losses in layouts.items():
@@ -69,16 +70,18 @@ def _check(details: dict[str, Any]) -> None:
         assert found["eval"] < 1e-5, case
 
 
+@pytest.mark.timeout(600)  # of a busy machine
 @pytest.mark.distributed
 def test_gradients_and_weights_are_those_of_one_process(launch):
-    for found in launch("ranks_parallelize", "details", 4, timeout_s=280):
-        assert len(found) == 23
+    for found in launch("ranks_parallelize", "details", 4, timeout_s=560):
+        assert len(found) == 16
         _check(found)
 
 
+@pytest.mark.timeout(600)  # of a busy machine
 @pytest.mark.distributed
 def test_pipelines_run_forward_and_backward_in_one_call(launch):
-    for found in launch("ranks_parallelize", "pipelines", 4, timeout_s=280):
+    for found in launch("ranks_parallelize", "pipelines", 4, timeout_s=560):
         assert "call loss = model.forward_backward(...) in place of" in found.pop("forward")
         assert len(found) == 5
         for case, run in found.items():
@@ -91,16 +94,18 @@ def test_pipelines_run_forward_and_backward_in_one_call(launch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # of a busy machine
 @pytest.mark.distributed
 def test_gradients_and_weights_with_eight_ranks(launch):
-    for found in launch("ranks_parallelize", "eight", 8, timeout_s=280):
+    for found in launch("ranks_parallelize", "eight", 8, timeout_s=560):
         assert len(found) == 4
         _check(found)
 
 
+@pytest.mark.timeout(600)  # of a busy machine
 @pytest.mark.distributed
 def test_own_models_dropout_and_what_is_sent(launch):
-    found = launch("ranks_parallelize", "rest", 4, timeout_s=280)
+    found = launch("ranks_parallelize", "rest", 4, timeout_s=560)
     for rank in found:
         for case, (loss, (name, error)) in rank["own"].items():
             assert loss < 1e-5, case
@@ -132,6 +137,7 @@ def test_own_models_dropout_and_what_is_sent(launch):
         assert (1, "backward", "root", "reduce_scatter", "replicas") in ledger["rows"]
 
 
+@pytest.mark.timeout(600)  # of a busy machine
 @pytest.mark.distributed
 def test_torchrun_writes_weights_that_the_class_loads(tmp_path):
     """The process group and the nodes come from torchrun."""
@@ -141,7 +147,7 @@ def test_torchrun_writes_weights_that_the_class_loads(tmp_path):
     command += [str(EXAMPLES / "train_gpt2_parallel.py"), *SIZES, "--save", str(after)]
     command += ["--parallel", "tensor=2 sequence=2"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     assert run.stdout.count("step 0: loss") == 1, "one rank tells"
     expected, found = torch.load(before), torch.load(after)
