@@ -37,9 +37,22 @@ def read_hf_config(path: str | Path) -> ModelSpec:
             names the file, the key, its value and what would be legal.
     """
     path = Path(path)
-    config = _Config(path, read_json_object(path, what="a Hugging Face config.json"))
-    family = _model_type(config)
     name = path.parent.name if path.stem == "config" and path.parent.name else path.stem
+    return spec_of_config(read_json_object(path, what="a Hugging Face config.json"), name=name, source=str(path))
+
+
+def spec_of_config(data: Mapping[str, object], *, name: str, source: str) -> ModelSpec:
+    """As `read_hf_config`, of what such a file holds, or transformers' `config.to_dict()` gives.
+
+    Args:
+        name: Of the model.
+        source: What errors call it.
+
+    Raises:
+        ValueError: As `read_hf_config`.
+    """
+    config = _Config(source, data)
+    family = _model_type(config)
     return _READERS[family](config, name, _head(config, family))
 
 
@@ -47,7 +60,7 @@ def read_hf_config(path: str | Path) -> ModelSpec:
 class _Config:
     """The file's keys, each read with its type checked."""
 
-    path: Path
+    source: str
     data: Mapping[str, object]
 
     def count(self, *keys: str) -> int:
@@ -86,7 +99,7 @@ class _Config:
         return self._whole(key, value[0]), self._whole(key, value[1])
 
     def error(self, message: str) -> ValueError:
-        return ValueError(f"{self.path}: {message}")
+        return ValueError(f"{self.source}: {message}")
 
     def _whole(self, key: str, value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

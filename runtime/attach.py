@@ -1,14 +1,10 @@
 """A policy for a model that is already under `fully_shard`, in the user's own loop."""
 
-import os
 import warnings
 from dataclasses import dataclass
-from importlib.resources import files
-from typing import cast
 
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -16,6 +12,7 @@ from ..conf.schema import CommConf
 from ..policies.comm import CommPolicy, Placement, build_comm
 from ..policies.mesh import Mesh
 from .ledger import Ledger
+from .named_comm import local_world_size, named_comm
 from .sharded import ROOT, ShardedHooks
 from .wrap import build_interpreter
 
@@ -123,7 +120,7 @@ def fsdp_units(model: nn.Module) -> dict[str, FSDPModule]:
 
 def _policy(comm: CommConf | CommPolicy | str, ranks_per_node: int) -> tuple[CommPolicy, tuple[str, ...]]:
     if isinstance(comm, str):
-        comm = _named(comm)
+        comm = named_comm(comm)
     if not isinstance(comm, CommConf):
         lacking = [key for key in ("name", "placement", "hpz_size", "decide") if not hasattr(comm, key)]
         if lacking:
@@ -140,22 +137,11 @@ def _policy(comm: CommConf | CommPolicy | str, ranks_per_node: int) -> tuple[Com
     return build_comm(comm, num_ranks=dist.get_world_size(), ranks_per_node=ranks_per_node)
 
 
-def _named(name: str) -> CommConf:
-    folder = files("twinbed.conf") / "comm"
-    known = sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir())
-    known.remove("deepspeed")  # its keys come from a file: compose it, and pass the CommConf
-    if name not in known:
-        raise ValueError(f"comm={name!r} is unknown; use one of {known}")
-    read = OmegaConf.create((folder / f"{name}.yaml").read_text(encoding="utf-8"))
-    conf = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(CommConf), read))
-    return cast(CommConf, conf)
-
-
 def _ranks_per_node() -> int:
-    value = os.environ.get("LOCAL_WORLD_SIZE")
+    value = local_world_size()
     if value is None:
         raise ValueError(
             "ranks_per_node is not given, and LOCAL_WORLD_SIZE is not set (torchrun sets it): say how many "
             "ranks share a node"
         )
-    return int(value)
+    return value

@@ -92,16 +92,25 @@ class Owned:
         return found
 
 
-class Rotary(nn.Module):
+class ByPosition(nn.Module):
+    """Does something to queries and keys that depends on where their tokens stand.
+
+    Attributes:
+        token_index: [T] int64, the positions of the tokens that are here; None: 0 to T - 1.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token_index: Tensor | None = None
+
+
+class Rotary(ByPosition):
     """Turns queries and keys by their tokens' positions (Su et al. 2021), each head's first half against its second,
     as Llama's released code in transformers does.
 
     Args:
         head_size: Even.
         theta: Base of the wavelengths, 2 pi theta^(2 i / E).
-
-    Attributes:
-        token_index: [T] int64, the positions of the tokens that are here; None: 0 to T - 1.
     """
 
     def __init__(self, head_size: int, *, theta: float = 10_000.0) -> None:
@@ -109,7 +118,6 @@ class Rotary(nn.Module):
         if head_size % 2:
             raise ValueError(f"head_size={head_size}: rotary positions turn pairs of features; must be even")
         self._head_size, self._theta = head_size, theta
-        self.token_index: Tensor | None = None
 
     def forward(self, q_BHTE: Tensor, k_BKTE: Tensor) -> tuple[Tensor, Tensor]:
         """Both turned; angles are worked out in fp32."""

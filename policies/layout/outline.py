@@ -154,7 +154,7 @@ def _gpt2(spec: ModelSpec) -> Outline:
         (
             _norm("ln_1", spec),
             qkv,
-            _attention("attn", spec, causal=True),
+            _attention("attn.core", spec, causal=True),
             _linear("attn.c_proj", hidden, hidden, Role.rows, bias=True),
             _norm("ln_2", spec),
             _linear("mlp.c_fc", hidden, spec.ffn, Role.columns, bias=True),

@@ -426,7 +426,7 @@ def parameter_copies(
         for layer in layers:
             for kind, cut in layout.parameter_cuts(layer).items():
                 parts = num_parts(mesh, cut.axes)
-                for path in (layer.path, *(other.path for other in layer.others)):
+                for path in (layer.shares or layer.path, *(other.path for other in layer.others)):
                     name = f"{prefixes[unit]}{path}"
                     cuts[f"{name}.{kind}"] = cuts[name] = parts
     return {name: layout.tensor // cuts.get(name, 1) for name, _ in model.named_parameters()}

@@ -17,7 +17,7 @@ from ...policies.mesh import Mesh
 from ..collectives import Collectives
 from ..dropout import Dropout
 from ..groups import Groups
-from ..leaves import CountRight, CrossEntropy, FirstToken, Owned, PositionsOf, Rotary, Table, TiedHead
+from ..leaves import ByPosition, CountRight, CrossEntropy, FirstToken, Owned, PositionsOf, Table, TiedHead
 from ..ledger import Ledger
 from ..stack import Stack
 from .autograd import Program
@@ -98,6 +98,32 @@ def lay_out(
     ).all(stage, chunk)
 
 
+def tell_places(
+    model: Stack, layout: ParallelLayout, mesh: Mesh, rank: int, *, micro: int, sequence: int
+) -> None:
+    """Tell positions and dropouts of a model that is laid out which sequences, tokens and features are here.
+
+    To be told anew before a forward of other sizes.
+
+    Args:
+        micro, sequence: As of `lay_out`.
+    """
+    outer = layout.mode.outer if layout.tensor > 1 else Border()
+    if not outer.axes and layout.sequence == 1:
+        return  # all of them are
+    batch_B, tokens_T, features_D = border_index(
+        layout, mesh, rank, outer, batch=micro, tokens=sequence, features=model.spec.hidden
+    )
+    within_T = token_index(layout, mesh, rank, sequence)  # between a pair of products
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.batch_index, module.token_index, module.feature_index = batch_B, tokens_T, features_D
+        elif isinstance(module, Table):
+            module.token_index = tokens_T
+        elif isinstance(module, ByPosition) and (outer.tokens or layout.sequence > 1):
+            module.token_index = within_T
+
+
 @dataclass(slots=True)
 class _LayingOut:
     model: Stack
@@ -124,23 +150,24 @@ class _LayingOut:
                 for each in (layer, *layer.others):
                     for owned, cut in self._cuts(units[unit], layer, each):
                         name = names[id(owned.owner), owned.name]
-                        placed[name] = cut
-                        self._replace(owned, cut)
+                        if name not in placed:  # a shared one, on the stage that has its layer too
+                            placed[name] = cut
+                            self._replace(owned, cut)
         for unit, layers in self.layout.units(stage, chunk):
             for layer in layers:
                 self._plan(unit, units[unit], layer)
-        self._tell_places()
+        tell_places(
+            self.model, self.layout, self.mesh, self.groups.rank, micro=self.micro, sequence=self.sequence
+        )
         self.model.recompute_to_end = not self.layout.is_plain
         return LaidOut(self.model, placed, self.groups, self.interpreter.collectives)
 
     # ---- parameters
 
     def _cuts(self, unit: nn.Module, layer: Layer, each: Layer) -> Iterator[tuple[Owned, Placed]]:
-        """Parameters of a layer (or of one of its `others`) that are cut, and not another layer's."""
+        """Parameters of a layer (or of one of its `others`) that are cut."""
         cuts = self.layout.parameter_cuts(replace(each, input=layer.input, output=layer.output))
         for operand, owned in _parameters(unit, each).items():
-            if operand == "weight" and layer.shares:
-                continue
             cut, shape = cuts[operand], tuple(owned.tensor.shape)
             if layer.kind in (Kind.positions, Kind.first_token):  # cut in their last dimension
                 cut = replace(cut, dims=((),) * (len(shape) - 1) + (cut.dims[-1],))
@@ -249,32 +276,6 @@ class _LayingOut:
             return 1
         weight = self.layout.parameter_cuts(layer)["weight"]
         return weight.parts(self.mesh, 0) // num_parts(self.mesh, layer.output.features)
-
-    # ---- places
-
-    def _tell_places(self) -> None:
-        """Tell positions and dropouts which sequences, tokens and features are here."""
-        mesh, rank = self.mesh, self.groups.rank
-        outer = self.layout.mode.outer if self.layout.tensor > 1 else Border()
-        if not outer.axes and self.layout.sequence == 1:
-            return  # all of them are
-        batch_B, tokens_T, features_D = border_index(
-            self.layout,
-            mesh,
-            rank,
-            outer,
-            batch=self.micro,
-            tokens=self.sequence,
-            features=self.model.spec.hidden,
-        )
-        within_T = token_index(self.layout, mesh, rank, self.sequence)  # between a pair of products
-        for module in self.model.modules():
-            if isinstance(module, Dropout):
-                module.batch_index, module.token_index, module.feature_index = batch_B, tokens_T, features_D
-            elif isinstance(module, Table):
-                module.token_index = tokens_T
-            elif isinstance(module, Rotary) and self.layout.sequence > 1:
-                module.token_index = within_T
 
     @property
     def mesh(self) -> Mesh:

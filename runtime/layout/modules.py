@@ -121,6 +121,6 @@ class Together:
         return call
 
 
-def replace_call(module: nn.Module, call: Callable[..., Tensor]) -> None:
+def replace_call(module: nn.Module, call: Callable[..., object]) -> None:
     """From now on `module(...)` is `call(...)`; its type, parameters and hooks stay."""
     module.__dict__["forward"] = call
