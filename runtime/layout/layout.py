@@ -117,12 +117,14 @@ class _LayingOut:
             for name in module._parameters
         }
         placed: dict[str, Placed] = {}
+        here = {(unit, layer.path) for unit, layers in self.layout.units(stage, chunk) for layer in layers}
         for unit, layers in self.layout.units(stage, chunk):
             if unit not in units:
                 raise ValueError(f"stage {stage} has {unit!r}, which the model lacks; it has {list(units)}")
             for layer in layers:
+                is_another = (unit, layer.shares) in here  # which cuts the matrix that both use
                 for each in (layer, *layer.others):
-                    for owned, cut in self._cuts(units[unit], layer, each):
+                    for owned, cut in self._cuts(units[unit], layer, each, is_another):
                         name = names[id(owned.owner), owned.name]
                         placed[name] = cut
                         self._replace(owned, cut)
@@ -135,11 +137,13 @@ class _LayingOut:
 
     # ---- parameters
 
-    def _cuts(self, unit: nn.Module, layer: Layer, each: Layer) -> Iterator[tuple[Owned, Placed]]:
-        """Parameters of a layer (or of one of its `others`) that are cut, and not another layer's."""
+    def _cuts(
+        self, unit: nn.Module, layer: Layer, each: Layer, is_another: bool
+    ) -> Iterator[tuple[Owned, Placed]]:
+        """Parameters of a layer (or of one of its `others`) that are cut; a matrix that is another layer's is not."""
         cuts = self.layout.parameter_cuts(replace(each, input=layer.input, output=layer.output))
-        for operand, owned in _parameters(unit, each).items():
-            if operand == "weight" and layer.shares:
+        for operand, owned in parameters_of(unit, each).items():
+            if operand == "weight" and is_another:
                 continue
             cut, shape = cuts[operand], tuple(owned.tensor.shape)
             if layer.kind in (Kind.positions, Kind.first_token):  # cut in their last dimension
@@ -171,7 +175,7 @@ class _LayingOut:
             return
         target = _module(module, layer)
         members = (layer, *layer.others)
-        found = [_parameters(module, each) for each in members]
+        found = [parameters_of(module, each) for each in members]
         operands = tuple(found[0])
         if self.library and is_served(self.layout, layer):
             parallelize(
@@ -306,7 +310,7 @@ def _module(unit: nn.Module, layer: Layer) -> nn.Module:
     return unit.get_submodule(layer.path)
 
 
-def _parameters(unit: nn.Module, layer: Layer) -> dict[str, Owned]:
+def parameters_of(unit: nn.Module, layer: Layer) -> dict[str, Owned]:
     """Of each operand of the plans, the parameter."""
     if layer.kind in (Kind.attention, Kind.loss, Kind.local):
         return {}
