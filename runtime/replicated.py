@@ -267,7 +267,10 @@ class ReplicatedEngine:
     def _finish(self, unit: _Unit) -> None:
         """Reduce a unit of which some parameters took no part in the loss."""
         if not unit.reduced:
-            self._reduce(unit)
+            if unit.parameters:  # a pipeline's middle has a root without any
+                self._reduce(unit)
+            else:
+                self._moved.add(unit.name)
 
     @torch.no_grad()
     def _reduce(self, unit: _Unit) -> None:
