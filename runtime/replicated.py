@@ -117,6 +117,9 @@ class ReplicatedEngine:
             unit.missing = sum(p.requires_grad for p in unit.parameters.values())
             unit.reduced = False
 
+    def end_micro_batch(self) -> None:
+        """What is decided of a unit is logged when its last gradient is there."""
+
     @torch.no_grad()
     def finish_gradients(self) -> None:
         for unit in reversed(self._units[1:]):

@@ -115,6 +115,10 @@ class ShardedHooks:
             check_reduced(self.policy, list(self.units), self._reduced)
         self.units[ROOT].set_is_last_backward(last)
 
+    def end_micro_batch(self) -> None:
+        """After its backward."""
+        self._say_unsaid()
+
     def finish_gradients(self) -> None:
         """After the last backward of a step: all reductions are done."""
         self._say_unsaid()

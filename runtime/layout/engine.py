@@ -176,6 +176,8 @@ class LayoutEngine:
             if which.backward or self._parts[which.chunk].model.is_last
             else self._last_unit(which.chunk)
         )
+        if which.backward:
+            self._parts[which.chunk].engine.end_micro_batch()
         self._clock.lap(f"{'backward' if which.backward else 'forward'}/{last}")
         self._ledger.at(phase="backward" if which.backward else "forward", layer=self._name(which))
         self._idle_ns = time.monotonic_ns()

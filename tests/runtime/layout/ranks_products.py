@@ -170,7 +170,9 @@ def compare(spec: ModelSpec, keys: Mapping[str, Any], comm: str) -> dict[str, An
     largest = max(float(truth.norm()) for truth in own) if own else 0.0
     # a key's bias has a gradient of 0 but for rounding
     errors = {name: relative(found[name], truths[name], least=1e-3 * largest) for name in found}
-    everything = [torch.cat([x.flatten() for x in each] or [torch.zeros(1)]) for each in (found.values(), own)]
+    everything = [
+        torch.cat([x.flatten() for x in each] or [torch.zeros(1)]) for each in (found.values(), own)
+    ]
     norm = engine.clip_gradients(float("inf"))
     assert norm is not None
     whole = torch.stack([truth.norm() for truth in truths.values()]).norm()
