@@ -38,7 +38,9 @@ def read_hf_config(path: str | Path) -> ModelSpec:
     """
     path = Path(path)
     name = path.parent.name if path.stem == "config" and path.parent.name else path.stem
-    return spec_of_config(read_json_object(path, what="a Hugging Face config.json"), name=name, source=str(path))
+    return spec_of_config(
+        read_json_object(path, what="a Hugging Face config.json"), name=name, source=str(path)
+    )
 
 
 def spec_of_config(data: Mapping[str, object], *, name: str, source: str) -> ModelSpec:

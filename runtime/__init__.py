@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Attached", "ParallelModel", "attach", "parallelize"]
 
-_FILES = {"Attached": ".attach", "attach": ".attach", "ParallelModel": ".parallel", "parallelize": ".parallel"}
+_FILES = {
+    "Attached": ".attach",
+    "attach": ".attach",
+    "ParallelModel": ".parallel",
+    "parallelize": ".parallel",
+}
 
 
 def __getattr__(name: str) -> Any:

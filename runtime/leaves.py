@@ -173,6 +173,11 @@ class TiedHead(nn.Module):
         return self._owner[0].get_submodule(self._path)
 
     @property
+    def bias_path(self) -> str:
+        """Dotted, within the owner; "": there is none."""
+        return self._bias or ""
+
+    @property
     def owned_bias(self) -> Owned | None:
         """[V]."""
         if self._bias is None:

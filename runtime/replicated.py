@@ -117,6 +117,9 @@ class ReplicatedEngine:
             unit.missing = sum(p.requires_grad for p in unit.parameters.values())
             unit.reduced = False
 
+    def end_micro_batch(self) -> None:
+        """What is decided of a unit is logged when its last gradient is there."""
+
     @torch.no_grad()
     def finish_gradients(self) -> None:
         for unit in reversed(self._units[1:]):
@@ -267,7 +270,10 @@ class ReplicatedEngine:
     def _finish(self, unit: _Unit) -> None:
         """Reduce a unit of which some parameters took no part in the loss."""
         if not unit.reduced:
-            self._reduce(unit)
+            if unit.parameters:  # a pipeline's middle has a root without any
+                self._reduce(unit)
+            else:
+                self._moved.add(unit.name)
 
     @torch.no_grad()
     def _reduce(self, unit: _Unit) -> None:

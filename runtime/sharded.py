@@ -77,6 +77,10 @@ class ShardedHooks:
         self._said: dict[str, tuple[bool, bool]] = {}  # (reduce, reshard) as FSDP2 was last told
         self._unsaid: list[GradientsReady] = []  # decisions to move nothing, to be logged in their turn
         self._hooks = [_UnitHooks(self, name, module, wire_dtype) for name, module in units.items()]
+        # Units of which there is something to move: a pipeline's middle has a root without parameters, and of a
+        # layout's single replica nothing moves
+        alone = interpreter.mesh.num_ranks == 1
+        self._moving = {h.name for h in self._hooks if h.has_parameters} if not alone else set()
         root = units[ROOT]
         assert isinstance(root, nn.Module)
         modules = [module for module in units.values() if isinstance(module, nn.Module)]
@@ -105,11 +109,15 @@ class ShardedHooks:
                 self._said[name] = said
                 self.units[name].set_requires_gradient_sync(said[0], recurse=False)
                 self.units[name].set_reshard_after_backward(said[1], recurse=False)
-            if plan is None:
+            if plan is None and name in self._moving:
                 self._unsaid.append(event)
         if last:
             check_reduced(self.policy, list(self.units), self._reduced)
         self.units[ROOT].set_is_last_backward(last)
+
+    def end_micro_batch(self) -> None:
+        """After its backward."""
+        self._say_unsaid()
 
     def finish_gradients(self) -> None:
         """After the last backward of a step: all reductions are done."""
@@ -270,6 +278,10 @@ class _UnitHooks:
         self._segments: dict[int, tuple[int, ...]] = {}
         module.set_custom_all_gather(_Gather(owner, self))
         module.set_custom_reduce_scatter(_Reduce(owner, self))
+
+    @property
+    def has_parameters(self) -> bool:
+        return bool(self._shapes(trainable=False))
 
     def segments(self, numel: int) -> tuple[int, ...]:
         """Lengths of the parameters in a slice of `numel` elements.

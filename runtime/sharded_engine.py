@@ -99,6 +99,9 @@ class ShardedEngine:
     def begin_micro_batch(self, index: int, count: int) -> None:
         self._hooks.begin_micro_batch(index, count)
 
+    def end_micro_batch(self) -> None:
+        self._hooks.end_micro_batch()
+
     def finish_gradients(self) -> None:
         self._hooks.finish_gradients()
 

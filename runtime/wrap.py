@@ -135,6 +135,10 @@ class PassEngine(CommEngine, Protocol):
         """Before the backward of micro-batch `index` of `count` of this step, or before its forward."""
         ...
 
+    def end_micro_batch(self) -> None:
+        """After its backward, where passes of other parts may come next: what was decided of it is logged."""
+        ...
+
     def finish_gradients(self) -> None:
         """After the last backward of a step: gradients of `parameters` are complete, and in fp32."""
         ...

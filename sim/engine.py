@@ -296,7 +296,9 @@ class Engine:
                         f"policy {self._policy.name!r} publishes {unit.name} by '{plan.describe()}': only a "
                         "replicated or server placement can, a sharded one gathers what it needs"
                     )
-                handle = rules.gather(self._interpret(plan, Goal.whole, unit), "step", unit.name)
+                # of the ranks that hold a tied matrix' gradient, a server alone has had an exchange before this
+                tag = None if self._world is None else ("published", unit.name)
+                handle = rules.gather(self._interpret(plan, Goal.whole, unit), "step", unit.name, tag=tag)
                 rules.use(handle, "step", unit.name)
         rules.drain()
 

@@ -43,9 +43,22 @@ class Blocking:
         self._layers = layers
         self._waits: tuple[int, ...] = ()  # of the next item on the main worker
 
-    def gather(self, plan: Interpreted, phase: str, unit: str, after: tuple[int, ...] = ()) -> Handle:
-        """Issue a gather, or the publication of a unit. `after`: what brings the own shard near."""
-        return self.writer.plan(plan, phase, unit, worker=MAIN, after=after) or after
+    def gather(
+        self,
+        plan: Interpreted,
+        phase: str,
+        unit: str,
+        after: tuple[int, ...] = (),
+        *,
+        tag: Hashable = None,
+    ) -> Handle:
+        """Issue a gather, or the publication of a unit.
+
+        Args:
+            after: What brings the own shard near.
+            tag: Where ranks of a group run programs of different length.
+        """
+        return self.writer.plan(plan, phase, unit, worker=MAIN, after=after, tag=tag) or after
 
     def issued(self) -> tuple[int, ...]:
         """What a copy waits for that is issued now with the unit's gather."""
@@ -128,9 +141,17 @@ class CommThread(Blocking):
 
     prefetches_forward = True
 
-    def gather(self, plan: Interpreted, phase: str, unit: str, after: tuple[int, ...] = ()) -> Handle:
+    def gather(
+        self,
+        plan: Interpreted,
+        phase: str,
+        unit: str,
+        after: tuple[int, ...] = (),
+        *,
+        tag: Hashable = None,
+    ) -> Handle:
         begin = self.reached() + after
-        return self.writer.plan(plan, phase, unit, worker=COMM_THREAD, after=begin) or after
+        return self.writer.plan(plan, phase, unit, worker=COMM_THREAD, after=begin, tag=tag) or after
 
     def reduce(self, plan: Interpreted, phase: str, unit: str) -> tuple[int, ...]:
         self._copy("copy_in", phase, unit)
@@ -162,9 +183,17 @@ class Streams(Blocking):
         self._freed: dict[str, tuple[int, ...]] = {}
         self._reduced: tuple[int, ...] = ()
 
-    def gather(self, plan: Interpreted, phase: str, unit: str, after: tuple[int, ...] = ()) -> Handle:
+    def gather(
+        self,
+        plan: Interpreted,
+        phase: str,
+        unit: str,
+        after: tuple[int, ...] = (),
+        *,
+        tag: Hashable = None,
+    ) -> Handle:
         begin = self._gate + self._freed.pop(unit, ()) + after
-        return self.writer.plan(plan, phase, unit, worker=None, after=begin) or after
+        return self.writer.plan(plan, phase, unit, worker=None, after=begin, tag=tag) or after
 
     def issued(self) -> tuple[int, ...]:
         return self._gate

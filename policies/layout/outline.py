@@ -203,8 +203,8 @@ def _bert(spec: ModelSpec) -> Outline:
     return Outline(
         (
             _embedding("bert.embeddings.word_embeddings", spec.vocab, spec),
-            _positions("bert.embeddings.position_embeddings", spec.sequence, spec),
             _positions("bert.embeddings.token_type_embeddings", spec.token_types, spec),
+            _positions("bert.embeddings.position_embeddings", spec.sequence, spec),
             _norm("bert.embeddings.LayerNorm", spec),
         ),
         (

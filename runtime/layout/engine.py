@@ -31,7 +31,7 @@ from ..micro_batches import (
 from ..optim.norms import Holders, square_sums
 from ..stack import Stack
 from ..wrap import PassEngine
-from .layout import LaidOut
+from .layout import LaidOut, parameters_of
 from .stages import tied_name
 
 if TYPE_CHECKING:
@@ -180,6 +180,8 @@ class LayoutEngine:
             if which.backward or self._parts[which.chunk].model.is_last
             else self._last_unit(which.chunk)
         )
+        if which.backward:
+            self._parts[which.chunk].engine.end_micro_batch()
         self._clock.lap(f"{'backward' if which.backward else 'forward'}/{last}")
         self._ledger.at(phase="backward" if which.backward else "forward", layer=self._name(which))
         self._idle_ns = time.monotonic_ns()
@@ -420,23 +422,21 @@ def parameter_copies(
     layout: ParallelLayout, mesh: Mesh, model: Stack, stage: int, chunk: int
 ) -> dict[str, int]:
     """In how many ranks of a tensor group each element of a parameter lies, by the parameter's name."""
-    prefixes = {f"block.{i}": name for i, name in _block_names(model).items()} | {ROOT: ""}
-    cuts: dict[str, int] = {}
+    units = model.units()
+    names = {
+        (id(module), name): f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._parameters
+    }
+    parts: dict[str, int] = {}
     for unit, layers in layout.units(stage, chunk):
         for layer in layers:
-            for kind, cut in layout.parameter_cuts(layer).items():
-                parts = num_parts(mesh, cut.axes)
-                for path in (layer.shares or layer.path, *(other.path for other in layer.others)):
-                    name = f"{prefixes[unit]}{path}"
-                    cuts[f"{name}.{kind}"] = cuts[name] = parts
-    return {name: layout.tensor // cuts.get(name, 1) for name, _ in model.named_parameters()}
-
-
-def _block_names(model: Stack) -> dict[str, str]:
-    """By a block's number, what the names of its parameters begin with."""
-    blocks = model.stack()
-    (path,) = (name for name, module in model.named_modules() if module is blocks)
-    return {i: f"{path}.{i}." for i, _ in blocks.named_children()}
+            cuts = layout.parameter_cuts(layer)
+            for each in (layer, *layer.others):
+                for operand, owned in parameters_of(units[unit], each).items():
+                    name = names[id(owned.owner), owned.name]
+                    parts[name] = num_parts(mesh, cuts[operand].axes)
+    return {name: layout.tensor // parts.get(name, 1) for name, _ in model.named_parameters()}
 
 
 def activation_shape(

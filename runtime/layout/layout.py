@@ -167,7 +167,7 @@ class _LayingOut:
     def _cuts(self, unit: nn.Module, layer: Layer, each: Layer) -> Iterator[tuple[Owned, Placed]]:
         """Parameters of a layer (or of one of its `others`) that are cut."""
         cuts = self.layout.parameter_cuts(replace(each, input=layer.input, output=layer.output))
-        for operand, owned in _parameters(unit, each).items():
+        for operand, owned in parameters_of(unit, each).items():
             cut, shape = cuts[operand], tuple(owned.tensor.shape)
             if layer.kind in (Kind.positions, Kind.first_token):  # cut in their last dimension
                 cut = replace(cut, dims=((),) * (len(shape) - 1) + (cut.dims[-1],))
@@ -198,7 +198,7 @@ class _LayingOut:
             return
         target = _module(module, layer)
         members = (layer, *layer.others)
-        found = [_parameters(module, each) for each in members]
+        found = [parameters_of(module, each) for each in members]
         operands = tuple(found[0])
         if self.library and is_served(self.layout, layer):
             parallelize(
@@ -307,7 +307,7 @@ def _module(unit: nn.Module, layer: Layer) -> nn.Module:
     return unit.get_submodule(layer.path)
 
 
-def _parameters(unit: nn.Module, layer: Layer) -> dict[str, Owned]:
+def parameters_of(unit: nn.Module, layer: Layer) -> dict[str, Owned]:
     """Of each operand of the plans, the parameter."""
     if layer.kind in (Kind.attention, Kind.loss, Kind.local):
         return {}

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ...policies.layout.layers import Layer
+from ...policies.layout.layers import Kind, Layer
 from ...policies.layout.parallel import ROOT, ParallelLayout
+from ..leaves import TiedHead
 from ..stack import Stack
 
 
@@ -24,8 +25,9 @@ def keep_part(model: Stack, layout: ParallelLayout, *, stage: int, chunk: int) -
     blocks = model.stack()
     kept_blocks = {str(i) for i in layout.layers(stage, chunk)}
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
-    used = {name for unit, layers in layout.units(stage, chunk) if unit == ROOT for name in _paths(layers)}
-    known = set(_paths((*layout.outline.before, *layout.outline.behind)))
+    kept = [layers for unit, layers in layout.units(stage, chunk) if unit == ROOT]
+    used = {name for layers in kept for name in _paths(model, layers)}
+    known = set(_paths(model, (*layout.outline.before, *layout.outline.behind)))
     root = [name for name, parameter in model.named_parameters() if id(parameter) not in inside]
     for name in root:
         if not _belongs(name, known):
@@ -47,11 +49,13 @@ def tied_name(layout: ParallelLayout) -> str:
     return f"{path}.weight"
 
 
-def _paths(layers: tuple[Layer, ...]) -> Iterator[str]:
+def _paths(model: nn.Module, layers: tuple[Layer, ...]) -> Iterator[str]:
     for layer in layers:
-        yield from (
-            each for each in (layer.path, layer.shares, *(other.path for other in layer.others)) if each
-        )
+        paths = [layer.path, layer.shares, *(other.path for other in layer.others)]
+        if layer.kind is Kind.tied:
+            head = model.get_submodule(layer.path)
+            paths.append(head.bias_path if isinstance(head, TiedHead) else "")
+        yield from (each for each in paths if each)
 
 
 def _belongs(parameter: str, paths: set[str]) -> bool:

@@ -48,6 +48,7 @@ class LayoutEngine:
         self.mesh = Mesh.of(experiment.cluster, policy.hpz_size, model.layout.dims)
         self._replicas = self.mesh.of_replicas()
         self._sharded = policy.placement is Placement.sharded and self._replicas.num_ranks > 1
+        self._server = policy.placement is Placement.server  # of each replica's parameters, replica 0
         self._decisions = Decisions(policy)
         self.offload: Offload | None = None
         units, train = model.units(), experiment.train
@@ -130,13 +131,17 @@ class LayoutEngine:
             return 0
         head = next(layer for layer in self._model.shapes.parts[BEHIND] if layer.kind is Kind.tied)
         rows = self._model.shapes.operands_of_parameters(head)["weight"].shape[0]
+        replica = self.mesh.index(REPLICAS, rank)
         if not self._sharded:
-            return rows
+            return 0 if self._server and replica else rows
         each = -(-rows // self._replicas.num_ranks)
-        return min(each, max(0, rows - each * self.mesh.index(REPLICAS, rank)))
+        return min(each, max(0, rows - each * replica))
 
     def _num_norms(self, stage: int) -> int:
-        return num_norms(self._experiment.optimizer, self._model.units(stage)) if self._shared else 0
+        """Numbers that a trust ratio's norms take; 0: each rank has its parameters whole."""
+        if not self._sharded and self._layout.tensor == 1:
+            return 0
+        return num_norms(self._experiment.optimizer, self._model.units(stage))
 
     def _bytes_of(self, stage: int) -> dict[str, int]:
         """Of each unit of a stage when it is gathered whole."""

@@ -1,6 +1,4 @@
-"""Every way to lay a model out, and products of them: both targets' ledgers are equal, and losses are the single
-process's.
-"""
+"""Every way to lay a model out, and products of them: both targets' ledgers and decisions are equal."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +20,10 @@ SMALL = (
 GPT = ("model=gpt", "model.vocab=61")
 LLAMA = ("model=llama_tiny", "model.kv_heads=4", "model.ffn=64", "model.vocab=64")
 BERT = ("model=bert_tiny", "model.vocab=61")
+VIT = ("model=vit_tiny", "model.extra.patch=4")
+TIED = ("model.tied_embeddings=true",)
+VALIDATED = ("train.eval_every=1", "train.eval_batches=2")
+HPZ = ("comm=zero3", "comm.zero_hpz_partition_size=null")
 
 
 def keys(**parallel: object) -> tuple[str, ...]:
@@ -56,6 +58,67 @@ OF_EIGHT: Mapping[str, tuple[str, ...]] = {
 }
 
 
+INTERLEAVED = keys(pipeline=2, virtual_stages=2, pipeline_schedule="interleaved")
+RING = keys(sequence=2, sequence_mode="ring")
+# Other families, and what a training does beside its passes
+MORE_OF_FOUR: Mapping[str, tuple[str, ...]] = {
+    "llama: 2d, tied, recompute, bf16": (
+        *LLAMA,
+        *TIED,
+        *keys(tensor=4, tensor_mode="2d"),
+        "recompute=full",
+        "precision=bf16",
+    ),
+    "llama: interleaved, zero1, lamb, validation": (
+        *LLAMA,
+        *INTERLEAVED,
+        *VALIDATED,
+        "comm=zero1",
+        "optimizer=lamb",
+    ),
+    "llama: ulysses, 1d, hpz": (*LLAMA, *keys(sequence=2, sequence_mode="ulysses", tensor=2), *HPZ),
+    "bert: 1d sequence, pipeline": (*BERT, *keys(tensor=2, sequence=2, pipeline=2), "optimizer=lamb"),
+    "bert: ring, hpz, recompute, validation": (
+        *BERT,
+        *keys(sequence=4, sequence_mode="ring"),
+        *HPZ,
+        *VALIDATED,
+        "recompute=full",
+    ),
+    "bert: interleaved, 1d, ddp": (*BERT, *INTERLEAVED, *keys(tensor=2), "comm=ddp"),
+    "vit: 2d, dropout, validation": (
+        *VIT,
+        *keys(tensor=4, tensor_mode="2d"),
+        *VALIDATED,
+        "train.dropout=0.1",
+        "comm=ddp",
+    ),
+    "vit: data, pipeline, ps": (*VIT, *keys(pipeline=2), "comm=ps"),
+    "vit: gpipe, 1d, zero1, lars": (
+        *VIT,
+        *keys(pipeline=2, tensor=2, pipeline_schedule="gpipe"),
+        "comm=zero1",
+        "optimizer=lars",
+    ),
+    "gpt: data, pipeline, ps, tied": (*GPT, *TIED, *keys(pipeline=2), "comm=ps", "optimizer=lamb"),
+    "gpt: contiguous ring, 1d, order": (
+        *GPT,
+        *TIED,
+        *RING,
+        *keys(tensor=2, zigzag="false"),
+        "parallel.order=[sequence,data,pipeline,tensor]",
+        "comm=zero2",
+    ),
+    "gpt: data, pipeline, ddp, lars": (*GPT, *keys(pipeline=2), "comm=ddp", "optimizer=lars"),
+}
+MORE_OF_EIGHT: Mapping[str, tuple[str, ...]] = {
+    "gpt: 2d, pipeline, tied": (*GPT, *TIED, *keys(tensor=4, tensor_mode="2d", pipeline=2), "comm=ddp"),
+    "llama: data, pipeline, 1d, hpz": (*LLAMA, *TIED, *keys(tensor=2, pipeline=2), *HPZ, "precision=bf16"),
+    "bert: ring, 1d, pipeline": (*BERT, *RING, *keys(tensor=2, pipeline=2), *VALIDATED, "comm=zero3"),
+    "vit: 3d": (*VIT, *keys(tensor=8, tensor_mode="3d"), "optimizer=lamb"),
+}
+
+
 def cases(per_node: int, layouts: Mapping[str, tuple[str, ...]], *models: tuple[str, ...]) -> dict[str, Any]:
     found = {}
     for model in models:
@@ -70,6 +133,21 @@ def cases(per_node: int, layouts: Mapping[str, tuple[str, ...]], *models: tuple[
                 "batch.accumulation=4",
                 *layout,
             )
+    return found
+
+
+def more_cases(per_node: int, table: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """As `cases`; each brings its model, and its keys come last."""
+    batch = (
+        "cluster.nodes=2",
+        f"cluster.devices_per_node={per_node}",
+        "batch.micro=4",
+        "batch.accumulation=2",
+    )
+    found = {}
+    for name, over in table.items():
+        small = SMALL if over[0] != VIT[0] else [key for key in SMALL if not key.startswith("model.sequence")]
+        found[name] = (over[0], *small, *batch, *over[1:])
     return found
 
 
@@ -90,7 +168,7 @@ def test_ledgers_of_four_ranks_are_equal(
     run_cases: Callable[..., Any], same_ledger: Callable[..., Any]
 ) -> None:
     everything = {**MODES_OF_FOUR, **PRODUCTS_OF_FOUR}
-    check(run_cases(cases(2, everything, GPT)), same_ledger)
+    check(run_cases(cases(2, everything, GPT) | more_cases(2, MORE_OF_FOUR)), same_ledger)
 
 
 @pytest.mark.distributed
@@ -99,4 +177,4 @@ def test_ledgers_of_four_ranks_are_equal(
 def test_ledgers_of_eight_ranks_are_equal(
     run_cases: Callable[..., Any], same_ledger: Callable[..., Any]
 ) -> None:
-    check(run_cases(cases(4, OF_EIGHT, GPT)), same_ledger)
+    check(run_cases(cases(4, OF_EIGHT, GPT) | more_cases(4, MORE_OF_EIGHT)), same_ledger)
