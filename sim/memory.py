@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from enum import Enum
 from math import ceil
 
-from ..conf.model_spec import ModelSpec, num_parameters
+from ..conf.model_spec import ModelSpec, Unit, num_parameters, parameters
 from ..conf.schema import Backend, Engine, ExperimentConf, Precision, Recompute
 from ..policies.comm import CommPolicy, Placement
 from ..policies.comm.memory import state_bytes
+from ..policies.partition import shard_segments
 from .device import Device
 from .layers import BlockWork, block_work, kernels_of
 from .layout.saved import saved_on_cpu
@@ -162,7 +163,7 @@ def memory_over_time(
 
         return layout_memory(experiment, spec, policy)
     held, ranks = num_parameters(spec), experiment.cluster.num_ranks
-    states = model_states(experiment, policy, held, ranks) | dict(near or {})
+    states = model_states(experiment, policy, held, ranks, parameters(spec)) | dict(near or {})
     if experiment.engine in (Engine.deepspeed, Engine.deepspeed_2023):
         from .deepspeed.memory import buffer_bytes  # other engines do not import it
 
@@ -272,9 +273,13 @@ class _Walk:
         return found
 
 
-def model_states(experiment: ExperimentConf, policy: CommPolicy, held: int, ranks: int) -> dict[str, int]:
+def model_states(
+    experiment: ExperimentConf, policy: CommPolicy, held: int, ranks: int, units: Sequence[Unit] = ()
+) -> dict[str, int]:
     """Args:
     held: Parameters that `ranks` ranks hold, whole or shared out, as the policy places them.
+    units: What they are of. FSDP2 cuts each tensor by itself, so that the first rank has more than its share; (): all
+        have as much.
     """
     element = experiment.precision.element_bytes
     states = state_bytes(
@@ -288,7 +293,8 @@ def model_states(experiment: ExperimentConf, policy: CommPolicy, held: int, rank
     match convention(experiment, policy):
         case Convention.float_shards:
             # FSDP2 shards the fp32 weights themselves, and their gradients, and casts what it gathers
-            shard = -(-held // ranks)
+            shapes = [tensor.shape for unit in units for tensor in unit.tensors]
+            shard = sum(shard_segments(shapes, ranks)) if shapes else -(-held // ranks)
             master = 0 if experiment.precision is Precision.fp32 else 4
             parameters = gradients = 4 * shard
             optimizer = shard * (optimizer_bytes(experiment) - master)

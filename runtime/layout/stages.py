@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ...policies.layout.layers import Layer
+from ...policies.layout.layers import Kind, Layer
 from ...policies.layout.parallel import ROOT, ParallelLayout
 from ..stack import Stack
 
@@ -52,6 +52,8 @@ def _paths(layers: tuple[Layer, ...]) -> Iterator[str]:
         yield from (
             each for each in (layer.path, layer.shares, *(other.path for other in layer.others)) if each
         )
+        if layer.kind is Kind.tied and layer.bias:  # the bias is of the module that has the head
+            yield f"{layer.path.rpartition('.')[0]}.bias"
 
 
 def _belongs(parameter: str, paths: set[str]) -> bool:
