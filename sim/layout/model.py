@@ -214,6 +214,8 @@ class _Part:
             raise ValueError(f"layer {layer.path!r} of kind {layer.kind.value}: {err}") from err
         kept = self._kept(at, behind, through.operands)
         self.saved_bytes += float(sum(through.operands[each].nbytes for each in kept))
+        local = [step.what for step in through.steps if isinstance(step.what, LocalStep)]
+        self.saved_bytes += sum(model.works.scores_bytes(step) for step in local)
         self.beside_bytes = max(
             self.beside_bytes,
             beside_bytes(ahead, through.operands, (name, *kept)),
