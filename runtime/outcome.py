@@ -46,10 +46,11 @@ class RankReport:
     spans: list[Span]
     decisions: list[Decision]  # rank 0's; all with the same units decide alike, so the others send the digest
     decision_digest: str
-    memory_bytes: dict[str, int]
+    memory_bytes: dict[str, int]  # activations are left out where no step was measured
     interface: InterfaceBytes | None  # bytes during the steps and validations; one rank of each node
     checkpoints: list[str]
     skipped_steps: int
+    saved_bytes: dict[str, int] | None = None  # by unit (`saved.SavedTensors`); None: no step was measured
     units_of: str = ""  # ranks with the same have the same units
     far_bytes: dict[str, int] | None = None  # in far memory, by class; None: nothing is offloaded
     moved_bytes: dict[str, int] | None = None  # to and from it in the last step
@@ -149,6 +150,7 @@ def _record(
             num_iterations=len(metrics),
         ),
         "memory_bytes": _memory(result["memory_bytes"], reports),
+        "saved_bytes": _saved(reports),
         "notes": [
             "memory_bytes: parameters, gradients, optimizer and secondary_shard are measured between steps; "
             + (
@@ -156,7 +158,13 @@ def _record(
                 if context.device.type == "cuda"
                 else "peak is the process's resident set, Python and torch included"
             )
-            + "; activations and buffers are not measured"
+            + (
+                "; activations are what autograd keeps at most in the first step (recomputed blocks: what they begin "
+                "with); buffers are not measured"
+                if reports[0].saved_bytes is not None
+                else "; activations are measured in a first step that is warm-up (warmup_steps >= 1); buffers are not "
+                "measured"
+            )
         ],
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         **_kernels(context),
@@ -245,6 +253,17 @@ def _memory(keys: dict[str, Any], reports: Sequence[RankReport]) -> dict[str, in
     return {
         key: max(report.memory_bytes[key] for report in reports) if key in measured else None for key in keys
     }
+
+
+def _saved(reports: Sequence[RankReport]) -> dict[str, int] | None:
+    """The most that any rank keeps of each unit for one backward."""
+    if any(report.saved_bytes is None for report in reports):
+        return None
+    found: dict[str, int] = {}
+    for report in reports:
+        for unit, nbytes in (report.saved_bytes or {}).items():
+            found[unit] = max(found.get(unit, 0), nbytes)
+    return found
 
 
 def _interfaces(reports: Sequence[RankReport]) -> list[dict[str, Any]]:

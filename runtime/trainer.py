@@ -1,7 +1,7 @@
 """The training loop of one rank."""
 
 import math
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ from .optim.build import build_optimizer
 from .optim.trust import TrustRatioOptimizer
 from .outcome import RankReport, clock_name, decision_digest, write_outcome
 from .sharded_engine import ShardedEngine
+from .saved import SavedTensors
 from .stack import Stack, build_model
 from .worker import WorkerContext
 from .wrap import CommEngine, wrap_model
@@ -72,6 +73,7 @@ class _Progress:
     steps_ns: list[tuple[int, int]] = field(default_factory=list)
     checkpoints: list[str] = field(default_factory=list)
     gradient_bytes: int = 0
+    saved: SavedTensors | None = None  # of the first step
 
 
 class Trainer:
@@ -108,6 +110,7 @@ class Trainer:
         if layout is not None and layout.sequence > 1:
             self._tokens = token_index(layout, mesh, context.rank, self.sequence)
         self._dropout_clocks: list[DropoutClock] = []
+        self._models: list[Stack] = []  # the parts that are here
         self.ledger = Ledger(rank=context.rank, mesh=mesh)
         activate(self.ledger)
         self.engine: CommEngine = self._build_engine(
@@ -152,7 +155,8 @@ class Trainer:
         with writer:
             for step in range(self.first_step, experiment.steps):
                 context.beat(step)
-                metrics = self.step(step)
+                with self._measuring(step):
+                    metrics = self.step(step)
                 if train.eval_every and (step + 1) % train.eval_every == 0:
                     metrics.validation_loss, metrics.validation_accuracy = self.validate(step)
                 self.ledger.at(iteration=step, phase="setup", layer="")
@@ -164,6 +168,16 @@ class Trainer:
             if self.offload is not None:
                 self.offload.finish()
         return report
+
+    def _measuring(self, step: int) -> AbstractContextManager[object]:
+        """Counts what the first step keeps for backward, if its time is not measured. Offloaded weights change places
+        between forward and backward, and would pass for others.
+        """
+        conf = self.experiment
+        if step > self.first_step or conf.warmup_steps < 1 or conf.offload.active:
+            return nullcontext()
+        self.progress.saved = SavedTensors(self._models)
+        return self.progress.saved
 
     def step(self, step: int) -> StepMetrics:
         """One optimizer step; raises if gradients are not finite where no loss scale can help."""
@@ -285,6 +299,7 @@ class Trainer:
             self.spec, seed=experiment.seed, recompute=recompute, dropout=experiment.train.dropout
         ).to(self.context.device)
         self._dropout_clocks.append(model.dropout_clock)
+        self._models.append(model)
         rate = experiment.cluster.emulated_flops_per_s
         if rate is not None:
             model.emulate(rate, sequence=self.sequence, micro=experiment.batch.micro)
@@ -406,7 +421,7 @@ class Trainer:
         return inputs, targets
 
     def _report(self, before: InterfaceBytes | None, peak_bytes: int) -> RankReport:
-        after = read_interface()
+        after, saved = read_interface(), self.progress.saved
         return RankReport(
             rank=self.context.rank,
             node=self.context.node,
@@ -432,7 +447,9 @@ class Trainer:
                 ),
                 "secondary_shard": self.engine.secondary_bytes(),
                 "peak": peak_bytes,
+                **({} if saved is None else {"activations": saved.peak_bytes}),
             },
+            saved_bytes=None if saved is None else saved.unit_bytes,
             interface=after.since(before) if before is not None and after is not None else None,
             checkpoints=self.progress.checkpoints,
             skipped_steps=self.loss_scale.skipped_steps if self.loss_scale is not None else 0,

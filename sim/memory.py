@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from enum import Enum
 from math import ceil
 
-from ..conf.model_spec import ModelSpec, num_parameters
+from ..conf.model_spec import ModelSpec, Unit, num_parameters, parameters
 from ..conf.schema import Backend, Engine, ExperimentConf, Precision, Recompute
 from ..policies.comm import CommPolicy, Placement
 from ..policies.comm.memory import state_bytes
+from ..policies.partition import shard_segments
 from .device import Device
 from .layers import BlockWork, block_work, kernels_of
+from .layout.saved import saved_on_cpu
+from .layout.shapes import BEFORE, BEHIND, BLOCK
 from .optimizer import buffer_bytes, moment_bytes
 from .root_layers import head_bytes
 
@@ -160,14 +163,14 @@ def memory_over_time(
 
         return layout_memory(experiment, spec, policy)
     held, ranks = num_parameters(spec), experiment.cluster.num_ranks
-    states = model_states(experiment, policy, held, ranks) | dict(near or {})
+    states = model_states(experiment, policy, held, ranks, parameters(spec)) | dict(near or {})
     if experiment.engine in (Engine.deepspeed, Engine.deepspeed_2023):
         from .deepspeed.memory import buffer_bytes  # other engines do not import it
 
         gathered, reducing = buffer_bytes(experiment, spec)
     else:
         gathered, reducing = unit_buffers(experiment, policy, unit_bytes)
-    walk = _Walk(states, gathered, reducing, activations(spec, experiment), unit_bytes)
+    walk = _Walk(states, gathered, reducing, _activations(experiment, spec), unit_bytes)
     grows = walk.micro_batch(all_there=policy.placement is not Placement.sharded)
     count = experiment.batch.accumulation
     again = walk.micro_batch(all_there=True) if count > 1 else []
@@ -184,6 +187,35 @@ def memory_over_time(
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Activations:
+    """Bytes that a micro-batch keeps, and of each block what stands beside them while it is computed.
+
+    `exact`: what is kept is known to the byte (the runtime's `activations`), and what stands beside is a buffer.
+    """
+
+    blocks: Sequence[tuple[float, float]]
+    head: float
+    embedding: float = 0.0
+    exact: bool = False
+
+
+def _activations(experiment: ExperimentConf, spec: ModelSpec) -> _Activations:
+    blocks, head = activations(spec, experiment)
+    known = saved_on_cpu(experiment, spec)
+    if known is None:
+        return _Activations([(block.saved_bytes, block.working_bytes) for block in blocks], head)
+    again = float(known.nbytes(BLOCK)) if known.recompute else 0.0
+    each = (float(known.until_backward(BLOCK)), again)
+    return _Activations([each] * spec.layers, known.nbytes(BEHIND), known.nbytes(BEFORE), exact=True)
+
+
+def saved_bytes(experiment: ExperimentConf, spec: ModelSpec) -> dict[str, int] | None:
+    """What a micro-batch keeps for backward, by unit, where it is known to the byte; else None."""
+    known = saved_on_cpu(experiment, spec)
+    return known.unit_bytes() if known is not None else None
+
+
 class _Walk:
     """The units of one micro-batch, in the order of computation."""
 
@@ -192,18 +224,25 @@ class _Walk:
         states: Mapping[str, int],
         gathered: int,
         reducing: int,
-        kept: tuple[list[BlockWork], float],
+        kept: _Activations,
         unit_bytes: Sequence[int],
     ) -> None:
         self._states = states
         self._gathered = gathered
         self._reducing = reducing
-        self._blocks, self._head = kept
+        self._kept = kept
         self._root_bytes, *self._blocks_bytes = unit_bytes
         self._whole = max(1, sum(unit_bytes))
 
-    def held(self, activation: float, buffers: int, reduced: int | None) -> Mapping[str, int]:
-        """`reduced`: bytes of the units whose gradients are there; None: all of them."""
+    def held(
+        self, activation: float, buffers: int, reduced: int | None, beside: float = 0.0
+    ) -> Mapping[str, int]:
+        """`reduced`: bytes of the units whose gradients are there; None: all of them. `beside`: what stands beside
+        activations."""
+        if self._kept.exact:
+            buffers += round(beside)
+        else:
+            activation += beside
         gradients = self._states["gradients"]
         if reduced is not None:
             gradients = min(gradients, ceil(gradients * reduced / self._whole))
@@ -214,31 +253,33 @@ class _Walk:
         """`all_there`: gradients are, from the beginning. (phase, unit, held) of each computation."""
         gathered, both = self._gathered, self._gathered + self._reducing
         reduced = None if all_there else 0
-        kept = 0.0
-        found = [("forward", EMBED, self.held(0.0, gathered, reduced))]
-        for layer, block in enumerate(self._blocks):
-            most = kept + block.saved_bytes + block.working_bytes
-            found.append(("forward", f"block.{layer}", self.held(most, gathered, reduced)))
-            kept += block.saved_bytes
-        found.append(("forward", ROOT, self.held(kept + self._head, gathered, reduced)))
+        blocks, head = self._kept.blocks, self._kept.head
+        kept = self._kept.embedding
+        found = [("forward", EMBED, self.held(kept, gathered, reduced))]
+        for layer, (saved, beside) in enumerate(blocks):
+            kept += saved
+            found.append(("forward", f"block.{layer}", self.held(kept, gathered, reduced, beside)))
+        found.append(("forward", ROOT, self.held(kept + head, gathered, reduced)))
         # the logits' gradient, in fp32 and in the precision of the logits, beside them
-        found.append(("backward", ROOT, self.held(kept + 2 * self._head, gathered, reduced)))
-        for layer in reversed(range(len(self._blocks))):
-            block = self._blocks[layer]
-            most = kept + block.working_bytes
-            found.append(("backward", f"block.{layer}", self.held(most, both, reduced)))
-            kept -= block.saved_bytes
+        found.append(("backward", ROOT, self.held(kept + head, gathered, reduced, head)))
+        for layer, (saved, beside) in reversed(list(enumerate(blocks))):
+            found.append(("backward", f"block.{layer}", self.held(kept, both, reduced, beside)))
+            kept -= saved
             if reduced is not None:
                 reduced += self._blocks_bytes[layer] if layer < len(self._blocks_bytes) else 0
         if reduced is not None:
             reduced += self._root_bytes
-        found.append(("backward", EMBED, self.held(0.0, both, reduced)))
+        found.append(("backward", EMBED, self.held(kept, both, reduced)))
         return found
 
 
-def model_states(experiment: ExperimentConf, policy: CommPolicy, held: int, ranks: int) -> dict[str, int]:
+def model_states(
+    experiment: ExperimentConf, policy: CommPolicy, held: int, ranks: int, units: Sequence[Unit] = ()
+) -> dict[str, int]:
     """Args:
     held: Parameters that `ranks` ranks hold, whole or shared out, as the policy places them.
+    units: What they are of. FSDP2 cuts each tensor by itself, so that the first rank has more than its share; (): all
+        have as much.
     """
     element = experiment.precision.element_bytes
     states = state_bytes(
@@ -252,7 +293,8 @@ def model_states(experiment: ExperimentConf, policy: CommPolicy, held: int, rank
     match convention(experiment, policy):
         case Convention.float_shards:
             # FSDP2 shards the fp32 weights themselves, and their gradients, and casts what it gathers
-            shard = -(-held // ranks)
+            shapes = [tensor.shape for unit in units for tensor in unit.tensors]
+            shard = sum(shard_segments(shapes, ranks)) if shapes else -(-held // ranks)
             master = 0 if experiment.precision is Precision.fp32 else 4
             parameters = gradients = 4 * shard
             optimizer = shard * (optimizer_bytes(experiment) - master)

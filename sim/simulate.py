@@ -20,7 +20,7 @@ from .far import Way
 from .goodput import goodput_of
 from .ledger import RankClass, rank_classes
 from .machine import ARRIVAL_SKEW_NS
-from .memory import at_most, convention, memory_over_time, out_of_far_memory, out_of_memory, over_budget, peak
+from .memory import at_most, convention, memory_over_time, out_of_far_memory, out_of_memory, over_budget, peak, saved_bytes
 from .memory_clock import MemoryClock
 from .record import SimulatedRecord, collector_paused
 from .run import Run, Simulated
@@ -216,6 +216,7 @@ def _record(
         "iteration_s": stats,
         "comm": means_of(sent, num_ranks=run.mesh.num_ranks, num_iterations=len(times)),
         "memory_bytes": held,
+        "saved_bytes": saved_bytes(experiment, run.spec),
         "memory_peak": peak(points).reason(),
         "memory_convention": convention(experiment, run.policy).value,
         "memory_over_time": _memory_over_time(run, nominal, memory),

@@ -6,7 +6,7 @@ from .limits import require
 
 # Text and no Enum: names of an Enum cannot begin with a digit, and OmegaConf takes an Enum by its names
 TENSOR_MODES = ("1d", "2d", "2.5d", "3d")
-SEQUENCE_MODES = ("megatron", "ring", "ulysses")
+SEQUENCE_MODES = ("megatron", "ring", "ulysses", "rsa")
 PIPELINE_SCHEDULES = ("1f1b", "interleaved", "gpipe")
 AXES = ("tensor", "sequence", "data", "pipeline")
 
@@ -14,7 +14,7 @@ AXES = ("tensor", "sequence", "data", "pipeline")
 @dataclass(kw_only=True)
 class ParallelConf:
     """How the model is laid out over ranks: their number is data * tensor * pipeline, times sequence where it is an
-    axis of its own (ring, ulysses).
+    axis of its own (ring, ulysses, rsa).
     """
 
     data: int = -1  # replicas of the model; -1: the rest of the ranks
@@ -31,6 +31,7 @@ class ParallelConf:
     # sequence parallelism what it always does
     tensor_overlap: bool = True
     sequence: int = 1  # sequence_mode=megatron: 1 or the same as tensor
+    # rsa: ring self-attention as first published, of models whose tokens see all others
     sequence_mode: str = "megatron"
     # sequence_mode=ring: a rank has two pieces of each sequence, an early and a late one, so that all have the same
     # work where a token sees only those before it; else one piece

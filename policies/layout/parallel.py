@@ -198,6 +198,11 @@ def build_parallel(
     attention = AttentionPlans(
         conf.sequence_mode, size=apart, zigzag=conf.zigzag and conf.sequence_mode == "ring" and _causal(spec)
     )
+    if conf.sequence_mode == "rsa" and apart > 1 and _causal(spec):
+        raise ValueError(
+            f"parallel.sequence_mode=rsa with model.family={spec.family}: its tokens must see all others (bert); use "
+            "sequence_mode=ring or ulysses"
+        )
     if conf.tensor > 1:
         mode.check(sizes)
     attention.check(tokens=sequence, heads=spec.heads, kv_heads=spec.kv_heads, features=_feature_parts(mode))

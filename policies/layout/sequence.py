@@ -8,6 +8,7 @@ from .common import layer_plan
 from .layers import LayerRuns
 from .policy import Direction
 from .ring import ring, ring_backward
+from .rsa import rsa, rsa_backward
 from .tokens import token_runs
 from .ulysses import ulysses, ulysses_backward
 
@@ -15,7 +16,7 @@ from .ulysses import ulysses, ulysses_backward
 @dataclass(frozen=True, slots=True)
 class AttentionPlans:
     """Args:
-    mode: "ring" or "ulysses"; of no effect with one rank.
+    mode: "ring", "rsa" or "ulysses"; of no effect with one rank.
     size: Ranks of the group.
     zigzag: Each rank has the r-th piece of 2 * size, and the r-th from the end.
     """
@@ -35,11 +36,13 @@ class AttentionPlans:
             return None
         if self.mode == "ulysses":
             return layer_plan(ulysses(event) if forward else ulysses_backward(event))
+        if self.mode == "rsa":
+            return layer_plan(rsa(event) if forward else rsa_backward(event))
         if self.mode == "ring":
             plan = ring if forward else ring_backward
             return layer_plan(plan(event, size=self.size, zigzag=self.zigzag))
         raise ValueError(
-            f"parallel.sequence_mode={self.mode!r} has no plans of attention; use ring or ulysses"
+            f"parallel.sequence_mode={self.mode!r} has no plans of attention; use ring, rsa or ulysses"
         )
 
     def token_runs(self, tokens: int, rank: int) -> tuple[tuple[int, int], ...]:

@@ -17,7 +17,7 @@ from ..device import Device
 from ..layers import kernels_of
 from ..memory import EMBED, ROOT, MemoryPoint, model_states, step_buffers, unit_buffers
 from .model import LaidModel
-from .shapes import BEHIND, BLOCK
+from .shapes import BEFORE, BEHIND, BLOCK
 
 
 def layout_memory(experiment: ExperimentConf, spec: ModelSpec, policy: CommPolicy) -> list[MemoryPoint]:
@@ -39,12 +39,15 @@ class _Stage:
         mesh = model.mesh
         self._rank = next(r for r in range(mesh.num_ranks) if mesh.index(PIPELINE, r) == stage)
         self._replicas, self._held = mesh.num_replicas, model.num_parameters(stage)
-        self._states = model_states(experiment, policy, self._held, self._replicas)
+        self._states = model_states(
+            experiment, policy, self._held, self._replicas, model.units(stage)
+        )
         self._gathered, self._reducing = unit_buffers(experiment, policy, self._unit_bytes())
         self._known: dict[tuple[int, int, bool], Mapping[str, int]] = {}
 
     def points(self) -> Iterator[MemoryPoint]:
-        model, kept, head = self._model, 0.0, self._model.saved_bytes(BEHIND)
+        model, kept = self._model, 0.0
+        embed, head = model.saved_bytes(BEFORE), model.saved_bytes(BEHIND)
         block, beside = model.saved_bytes(BLOCK), model.working_bytes(BLOCK)
         sharded = self._policy.placement is Placement.sharded
         there = not sharded  # gradients, from the beginning; sharded ones come with the first backward
@@ -54,25 +57,27 @@ class _Stage:
             saved = block * len(of.blocks)
             if not this.backward:
                 if of.first:
-                    yield self._point("forward", EMBED, kept, self._gathered, there, this)
+                    kept += embed
+                    yield self._point("forward", EMBED, kept, 0.0, self._gathered, there, this)
                 for i, unit in enumerate(of.blocks):
-                    most = kept + block * (i + 1) + beside
-                    yield self._point("forward", unit.name, most, self._gathered, there, this)
+                    here = kept + block * (i + 1)
+                    yield self._point("forward", unit.name, here, beside, self._gathered, there, this)
                 kept += saved
                 if of.last:
-                    yield self._point("forward", ROOT, kept + head, self._gathered, there, this)
                     kept += head
+                    yield self._point("forward", ROOT, kept, 0.0, self._gathered, there, this)
                 continue
             if of.last:  # the logits' gradient beside them
-                yield self._point("backward", ROOT, kept + head, both, there, this)
+                yield self._point("backward", ROOT, kept, head, both, there, this)
                 kept -= head
             for i, unit in reversed(list(enumerate(of.blocks))):
-                most = kept - block * (len(of.blocks) - 1 - i) + beside
-                yield self._point("backward", unit.name, most, both, there, this)
+                here = kept - block * (len(of.blocks) - 1 - i)
+                yield self._point("backward", unit.name, here, beside, both, there, this)
             kept -= saved
             there = True
             if of.first:
-                yield self._point("backward", EMBED, kept, both, there, this)
+                yield self._point("backward", EMBED, kept, 0.0, both, there, this)
+                kept -= embed
         buffers = step_buffers(self._experiment, self._policy, self._held, self._replicas)
         held = self._holding(0, buffers, there=True)
         yield MemoryPoint("step", "all", held, self._experiment.batch.accumulation - 1, self._rank)
@@ -85,9 +90,14 @@ class _Stage:
         return [Pass(i, 0, backward) for i in range(count) for backward in (False, True)]
 
     def _point(
-        self, phase: str, unit: str, activation: float, buffers: int, there: bool, this: Pass
+        self, phase: str, unit: str, kept: float, beside: float, buffers: int, there: bool, this: Pass
     ) -> MemoryPoint:
-        held = self._holding(round(activation), buffers, there=there)
+        """What is kept for backward is the runtime's `activations`, where that is known to the byte; what stands beside
+        it for a moment is then a buffer."""
+        if self._model.saved is not None:
+            held = self._holding(round(kept), buffers + round(beside), there=there)
+        else:
+            held = self._holding(round(kept + beside), buffers, there=there)
         return MemoryPoint(phase, unit, held, this.micro_batch, self._rank)
 
     def _holding(self, activation: int, buffers: int, *, there: bool) -> Mapping[str, int]:

@@ -23,6 +23,7 @@ from ..engine import Stretch
 from ..interpreter import FP32_BYTES, Transfer
 from ..layers import Kernels
 from .operands import Followed, LocalStep, Operand, beside_bytes, follow
+from .saved import SavedOnCpu, keeps_as_on_cpu
 from .shapes import BEFORE, BEHIND, BLOCK, Shapes
 from .work import Works
 
@@ -77,6 +78,10 @@ class LaidModel:
         self._parts: dict[str, _Part] = {}
         self._roots: dict[tuple[str, ...], Unit] = {}
         self._recomputes = experiment.recompute is Recompute.full
+        # What a CPU keeps is known to the byte, of a GPU's kernels it is estimated
+        self.saved: SavedOnCpu | None = None
+        if keeps_as_on_cpu(experiment, spec):
+            self.saved = SavedOnCpu(self.shapes, experiment.train.dropout, recompute=self._recomputes)
 
     @cached_property
     def decided(self) -> tuple[tuple[str, str], ...]:
@@ -102,12 +107,15 @@ class LaidModel:
         return self.layout.sequence if any(len(set(step.by_place)) > 1 for step in steps) else 1
 
     def saved_bytes(self, part: str) -> float:
-        """What a micro-batch keeps of a part of the model from its forward to its backward."""
-        return self.input_bytes() if self._repeats(part) else self._part(part).saved_bytes
+        """What a micro-batch keeps of a part of the model from its forward to its backward: of CPUs to the byte."""
+        return self.input_bytes() if self._repeats(part) else self._all_saved_bytes(part)
+
+    def _all_saved_bytes(self, part: str) -> float:
+        return float(self.saved.nbytes(part)) if self.saved is not None else self._part(part).saved_bytes
 
     def working_bytes(self, part: str) -> float:
         """What is there beside while that backward runs: what it repeats, and what one of its layers has made."""
-        again = self._part(part).saved_bytes if self._repeats(part) else 0.0
+        again = self._all_saved_bytes(part) if self._repeats(part) else 0.0
         return again + self._part(part).beside_bytes
 
     def logits_bytes(self) -> int:
@@ -206,6 +214,8 @@ class _Part:
             raise ValueError(f"layer {layer.path!r} of kind {layer.kind.value}: {err}") from err
         kept = self._kept(at, behind, through.operands)
         self.saved_bytes += float(sum(through.operands[each].nbytes for each in kept))
+        local = [step.what for step in through.steps if isinstance(step.what, LocalStep)]
+        self.saved_bytes += sum(model.works.scores_bytes(step) for step in local)
         self.beside_bytes = max(
             self.beside_bytes,
             beside_bytes(ahead, through.operands, (name, *kept)),

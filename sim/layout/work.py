@@ -100,6 +100,17 @@ class Works:
         q, k = (step.reads[i + backward] for i in (0, 1))
         return self._attention(q, k, causal=bool(step.number))[backward]
 
+    def scores_bytes(self, step: LocalStep) -> float:
+        """What attention keeps of its scores besides operands: probabilities, and with dropout also what is left of
+        them and a mask of one byte. 0 of one kernel, and of a ring's blocks, which work them out again.
+        """
+        if step.name != "attention" or self._kernels.flash:
+            return 0.0
+        q, k = step.reads[:2]
+        batch, heads, tokens, _ = q.shape
+        each = 2 * q.element_bytes + 1 if self._kernels.dropout else q.element_bytes
+        return float(each * batch * heads * tokens * k.shape[2])
+
     def _attention(self, q: Operand, k: Operand, *, causal: bool) -> tuple[Tally, Tally]:
         """Forward and backward. Shapes: [batch, heads, tokens, head size]."""
         batch, heads, tokens, head_dim = q.shape
@@ -114,6 +125,9 @@ class Works:
         numel = batch * heads * tokens * keys
         forward = self._device.streamed(6.0 * q.element_bytes * numel, 3)
         backward = self._device.streamed(7.0 * q.element_bytes * numel, 3)
+        if self._kernels.dropout and not self._kernels.flash:  # as `layers` has it
+            mask = self._device.streamed((2.0 * q.element_bytes + 1) * numel, 1)
+            forward, backward = forward + mask, backward + mask
         return scores[0] + forward + context[0], scores[1] + backward + context[1]
 
     # ---- layers without a plan

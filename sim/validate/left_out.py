@@ -77,7 +77,7 @@ LEFT_OUT = (
         "BERT, largest batch and sequence, Linformer",
         8,
         "arXiv 2105.13120, text and figures",
-        "ratios at largest batches that are not printed; ring sequence parallelism is not simulated",
+        "ratios at largest batches that are not printed; Linformer is not simulated",
     ),
     LeftOut(
         "2D, 2.5D and 3D tensor parallelism: speed-ups",

@@ -1,6 +1,6 @@
 """Published rows as CSV: what is read, and what is refused with file, line and column."""
 
-from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -144,13 +144,30 @@ def test_each_speedup_is_the_quotient_of_its_cells() -> None:
 
 
 def test_what_rows_wait_for_is_said_and_still_true() -> None:
-    """Six rows: once the simulator can do what a row needs, the row must no longer say that it cannot."""
-    waiting = [row for rows in read_folder(ROWS).values() for row in rows if row.needs]
-    assert Counter(row.needs for row in waiting) == {"ring sequence parallelism": 6}
-    evaluated = [Evaluator().evaluate(row) for row in waiting]
-    assert [e.row.row_id for e in evaluated if e.ours is not None] == []
-    told = " ".join(table_text("sequence_speed", evaluated).split())
-    assert "not simulated: waits for ring sequence parallelism (weak_sequence_2_speed, " in told
+    """Of the rows that ship none waits; one that does is said to, and not simulated."""
+    rows = [row for table in read_folder(ROWS).values() for row in table]
+    assert [row.row_id for row in rows if row.needs] == []
+    (row,) = (row for row in rows if row.row_id == "weak_sequence_2_speed")
+    evaluated = Evaluator().evaluate(replace(row, needs="a better ring"))
+    assert evaluated.ours is None
+    told = " ".join(table_text("sequence_speed", [evaluated]).split())
+    assert "not simulated: waits for a better ring (weak_sequence_2_speed)" in told
+
+
+def test_rows_of_sequence_parallelism() -> None:
+    """Throughput within 10% of all held-out rows; memory within 10%, 4% in the mean (3% was the goal)."""
+    tables = read_folder(ROWS)
+    errors = {
+        name: [found.error for row in tables[name] if (found := Evaluator().evaluate(row)).row.held_out]
+        for name in ("sequence_speed", "sequence_memory")
+    }
+    assert [row.row_id for row in tables["sequence_speed"] if row.fitted] == ["weak_sequence_8_speed"]
+    assert len(errors["sequence_speed"]) == 6
+    assert len(errors["sequence_memory"]) == 7
+    for name, limit in (("sequence_speed", 0.06), ("sequence_memory", 0.045)):
+        sizes = [abs(error) for error in errors[name]]
+        assert max(sizes) < 0.1, name
+        assert sum(sizes) / len(sizes) < limit, name
 
 
 def test_what_is_left_out_is_printed_a_line_each() -> None:
