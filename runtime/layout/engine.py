@@ -123,7 +123,7 @@ class LayoutEngine:
         check_order(self._layout, self._stage, self._ran)
         for part in self._parts:
             part.engine.finish_gradients()
-        self._clock.lap("backward/root")
+        self._clock.lap("step")  # of all micro-batches together
         self._ledger.at(phase="backward", layer="")
         losses = (
             torch.stack(self._losses) if self._is_last else torch.empty(batches.count, device=self._device)
