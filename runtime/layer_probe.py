@@ -28,7 +28,7 @@ from .measured import OpRow
 from .op_probe import Timed
 
 SMALL_ELEMENTS, LARGE_ELEMENTS = 256, 65_536  # of the whole operand: some numbers, and an activation
-LINKS, LINK_FACTOR = (LOCAL, NODE), 4  # exchanges that tell a link's rate are larger
+LINK_FACTOR = 4  # exchanges that tell the rate of copies within a node are larger
 _STREAM = "probe"
 
 
@@ -85,7 +85,7 @@ class LayerProbe(Timed):
         for numel in (SMALL_ELEMENTS, LARGE_ELEMENTS):
             for kind in kinds.values():
                 size = mesh.size(kind.axis)
-                part = numel * (LINK_FACTOR if kind.axis in LINKS else 1) // size
+                part = numel * (LINK_FACTOR if kind.axis == LOCAL else 1) // size
                 held = part if kind.op == "all_gather" else part * size
                 x = torch.zeros(held, dtype=dtype, device=device)
                 message = (part if kind.shared else held) * dtype.itemsize
