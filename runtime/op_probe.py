@@ -49,10 +49,17 @@ class OpProbe(Timed):
     Args:
         interpreter: Of all ranks, or of those that hold the same part of a model.
         names: What the axes of its mesh are called on the whole mesh.
+        large: Elements of a rank's slice that are much.
     """
 
     def __init__(
-        self, interpreter: Any, dtype: Any, device: Any, names: Mapping[str, str] | None = None
+        self,
+        interpreter: Any,
+        dtype: Any,
+        device: Any,
+        names: Mapping[str, str] | None = None,
+        *,
+        large: int = LARGE_ELEMENTS,
     ) -> None:
         super().__init__(device)
         import torch
@@ -89,7 +96,7 @@ class OpProbe(Timed):
 
         from ..policies.plan import LoadCopy
 
-        for n in (SMALL_ELEMENTS, LARGE_ELEMENTS // world * 4):
+        for n in (SMALL_ELEMENTS, large // world * 4):
             n -= n % (4 * world)
             full = torch.zeros(world * n, dtype=dtype, device=device)
             shard, out = full[:n].clone(), torch.empty_like(full)

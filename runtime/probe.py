@@ -67,7 +67,7 @@ def measure(
     from .layer_probe import LayerProbe
     from .layout.interpreter import LayerInterpreter
     from .ledger import Ledger
-    from .op_probe import OpProbe, Timed
+    from .op_probe import LARGE_ELEMENTS, OpProbe, Timed
     from .probe_timing import BATCHES
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
@@ -76,9 +76,12 @@ def measure(
     collectives = build_collectives(backend_of(context.device))
     ledger = Ledger(rank=context.rank, mesh=mesh)
     interpreter = Interpreter(groups.of_replicas(), ledger, collectives)
-    names = {} if mesh.is_plain else OF_REPLICAS
-    ops: list[Timed] = [OpProbe(interpreter, dtype, context.device, names)]
-    if layout is not None:
+    ops: list[Timed] = []
+    if layout is None:
+        ops.append(OpProbe(interpreter, dtype, context.device))
+    else:  # a stage's or a tensor group's part of the model is a fraction of it
+        large = LARGE_ELEMENTS // 4
+        ops.append(OpProbe(interpreter, dtype, context.device, OF_REPLICAS, large=large))
         layers = LayerInterpreter(groups, ledger, collectives)
         ops.append(LayerProbe(layout, layers, dtype, context.device))
     codecs = CodecProbe(dtype, context.device)
