@@ -6,7 +6,7 @@ each training its layout's collectives are measured and its computation is calib
 
 Ranks share the cores of this machine, so computation is slept out to a rate that all of them can keep
 (`cluster.emulated_flops_per_s`): then the device is defined, and layouts differ by what they send. The shape "real"
-computes at the machine's own speed in its place. Launches on a busy machine are void; they are shown, and count nowhere.
+computes at the machine's own speed in its place. Launches on a busy machine are void; they count nowhere.
 
 Beside the simulator stands a naive prediction: bytes that leave a node over the link's bandwidth, and the calibrated
 computation, one after the other.
@@ -156,9 +156,7 @@ def _row(shape: Shape, name: str, one: Composed, folder: Path, number: int, void
     )
     cluster = cluster_with(one.resolved["cluster"], probe, found, one_machine=True, links_known=True)
     seen = replicas_of(one.experiment)
-    policy, _ = build_comm(
-        one.experiment.comm, num_ranks=seen.num_ranks, ranks_per_node=seen.ranks_per_node
-    )
+    policy, _ = build_comm(one.experiment.comm, num_ranks=seen.num_ranks, ranks_per_node=seen.ranks_per_node)
     experiment = with_fixed_costs(load_experiment(one.resolved | {"cluster": cluster}), one.spec, policy)
     sim = simulate(experiment, spec=one.spec, policy=policy)
     real = read_record(folder)
@@ -246,8 +244,8 @@ def report(rows: Sequence[Row]) -> bool:
     naive = statistics.mean(abs(one.naive_error) for one in settings.values())
     worst = max(abs(one.error) for one in settings.values())
     print(
-        f"mean absolute error {mean:.1%} (at most {MUST:.0%} it must be, {GOAL:.0%} is the goal), worst {worst:.1%}; naive "
-        f"{naive:.1%}"
+        f"mean absolute error {mean:.1%} (at most {MUST:.0%} it must be, {GOAL:.0%} is the goal), worst {worst:.1%}; "
+        f"naive {naive:.1%}"
     )
     for reason in dict.fromkeys(row.void for row in rows if row.void):
         print(f"void: {reason}")
@@ -301,8 +299,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not shapes:
         sys.exit(f"no shape {only!r}; there are {', '.join(shape.name for shape in SHAPES)}")
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"{SEQUENCES} sequences a step; computation is slept at {SLEPT[0].partition('=')[2]} FLOP/s a rank, "
-          "but for 'real'")
+    print(
+        f"{SEQUENCES} sequences a step; computation is slept at {SLEPT[0].partition('=')[2]} FLOP/s a rank, "
+        "but for 'real'"
+    )
     rows: list[Row] = []
     for shape, number in launches(shapes, budget_s):
         started = time.monotonic()

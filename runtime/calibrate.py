@@ -149,10 +149,7 @@ def split_root(laps: Sequence[Lap]) -> list[Lap]:
             found.append(replace(lap, name=f"{direction}/{end}"))
         else:
             found.append(lap)
-        if unit:
-            before = lap.name
-        else:  # between passes
-            before = ""
+        before = lap.name if unit else ""  # "": between passes
     return found
 
 

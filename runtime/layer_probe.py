@@ -74,7 +74,9 @@ class LayerProbe(Timed):
             return call
 
         def functional(x: Tensor) -> None:
-            wait_tensor(all_reduce(x, "sum", groups[TENSOR].handle))
+            handle = groups[TENSOR].handle
+            assert handle is not None, "there are several ranks"
+            wait_tensor(all_reduce(x, "sum", handle))  # type: ignore[no-untyped-call]
 
         kinds: dict[tuple[str, str], _Kind] = {}
         for step in collectives_of(layout):

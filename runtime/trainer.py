@@ -111,9 +111,7 @@ class Trainer:
         self._dropout_clocks: list[DropoutClock] = []
         self.ledger = Ledger(rank=context.rank, mesh=mesh)
         activate(self.ledger)
-        self.engine: CommEngine = self._build_engine(
-            layout, policy, context.groups(mesh), overlap=overlap
-        )
+        self.engine: CommEngine = self._build_engine(layout, policy, context.groups(mesh), overlap=overlap)
         self.optimizer = build_optimizer(
             experiment.optimizer,
             list(self.engine.parameters()),

@@ -221,5 +221,3 @@ class _Words(_Styled):
         with self.scope.forward():
             table = self.seen(self.weights[0](), Shard(0))
             return (self.summed(functional.embedding(self.seen(ids_BT, Replicate()), table)),)
-
-

@@ -25,7 +25,7 @@ from .dtensor import is_served, parallelize, tensor_mesh
 from .functions import Context, first_rows
 from .interpreter import LayerInterpreter
 from .modules import Planned, PlannedCore, PlannedLoss, PlannedPositions, Source, Together, replace_call
-from .pace import Rate, attention_flop, linear_flop, patches_flop
+from .pace import Flop, Rate, attention_flop, linear_flop, patches_flop
 from .parameters import Placed, gather_wholes
 from .tokens import border_index, token_index
 
@@ -229,6 +229,7 @@ class _LayingOut:
             return
         for each in (layer, *layer.others):
             module = _module(unit, each)
+            flop: Flop
             match layer.kind:
                 case Kind.linear | Kind.tied:
                     flop = linear_flop

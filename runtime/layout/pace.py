@@ -1,5 +1,5 @@
-"""Work at a device's rate: what of the CPU's time is left until each product, and each attention, would have ended there
-is slept away (`cluster.emulated_flops_per_s`).
+"""Work at a device's rate: what is left of the time that each product and attention would take there is slept away
+(`cluster.emulated_flops_per_s`).
 
 Operations are counted as the simulator does (`sim.layout.work`): products of matrices, and attention over the whole
 square, also under a causal mask; backward takes twice as many. All else takes the time that it takes here.

@@ -67,7 +67,7 @@ class LayoutEngine:
             precision=experiment.precision,
             num_micro_batches=experiment.batch.accumulation,
             eval_batches=train.eval_batches,
-            clip=train.gradient_clipping > 0 or experiment.precision is Precision.fp16,
+            clip=self._shared and (train.gradient_clipping > 0 or experiment.precision is Precision.fp16),
             num_norms=self._num_norms(0),
             num_figures=2 if setup.spec.classifies else 1,
             gradient_bytes=Precision.fp32.element_bytes if experiment.kernels.reduce_fp32 else None,

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,9 @@ class Counting(Rate):
 class Laid:
     """A model under one layout on this rank."""
 
-    def __init__(self, keys: tuple[str, ...], rate: Rate, *, library: bool = True, beside: bool = True) -> None:
+    def __init__(
+        self, keys: tuple[str, ...], rate: Rate, *, library: bool = True, beside: bool = True
+    ) -> None:
         composed = compose(["target=sim", *SMALL, *keys])
         self.experiment, self.spec = composed.experiment, composed.spec
         layout = layout_of(self.experiment, self.spec)
@@ -147,7 +150,7 @@ def blocked(world: int) -> dict[str, Any]:
         found[str(beside)] = {
             "rows": len(laid.ledger.rows),
             "longest_ms": max(waits) / 1e6,
-            "overlap": any(second[0] < first[1] for first, second in zip(sends, sends[1:], strict=False)),
+            "overlap": any(second[0] < first[1] for first, second in pairwise(sends)),
         }
     laid = Laid((*GPT, *LAYOUTS["1d"]), Counting())
     laid.step()
@@ -169,7 +172,9 @@ def main() -> None:
         world_size=world,
         timeout=timedelta(seconds=120),
     )
-    made = {name: function(world) for name, function in CASES.items()} if case == "all" else CASES[case](world)
+    made = (
+        {name: function(world) for name, function in CASES.items()} if case == "all" else CASES[case](world)
+    )
     torch.save(made, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
