@@ -31,6 +31,7 @@ class Calibration:
     Attributes:
         compute_ns: "forward/root", "forward/block.0", ..., "backward/root", ...: of one micro-batch; "step":
             of one optimizer step (data, clipping, optimizer). FSDP's own copies are in them, quantizing is not.
+            Of a layout, whose root may lie on two stages, "embed" and "head" in place of "root".
         quantize_ns: All encoding and decoding of one optimizer step, in its place: caches are as cold, and
             buffers as new, as in a run.
         iteration_ns: The same iterations by the clock, start to end, without the collectives.
@@ -89,6 +90,8 @@ def calibrate(
 
     To be called on all ranks.
 
+    A layout's collectives all block meanwhile, so that each lap holds them whole.
+
     Computation is measured in its place: cores that were idle begin slowly, those that carried traffic less so, and
     ranks that waited for each other compete for the cores together. A pause in place of a collective does not
     have that effect (a short one is 11 to 18% too fast, one as long as the collective 16 to 25% too slow). Of the
@@ -110,6 +113,8 @@ def calibrate(
             context.beat(number)
             trainer.step(trainer.first_step + number)
         laps, steps_ns = trainer.laps.laps, trainer.progress.steps_ns
+        if experiment.parallel.ranks_a_replica > 1:
+            laps = split_root(laps)
         spans = [span for span in trainer.ledger.spans if span.stream not in BESIDE]
     finally:
         if trainer.offload is not None:
@@ -127,6 +132,25 @@ def _own_store(experiment: ExperimentConf) -> ExperimentConf:
     offload = experiment.offload
     path = None if offload.path is None else str(Path(offload.path) / "calibration")
     return replace(experiment, offload=replace(offload, path=path, resume=False))
+
+
+def split_root(laps: Sequence[Lap]) -> list[Lap]:
+    """The root's laps by the end that each is of: "forward/embed", "forward/head", and so backward.
+
+    Of a pass the root comes first or last. A part of a pipeline that lacks an end has an empty lap of it.
+    """
+    found: list[Lap] = []
+    before = ""  # the last unit's lap
+    for lap in laps:
+        direction, _, unit = lap.name.partition("/")
+        if unit == "root":
+            after_blocks = before.startswith(f"{direction}/block")
+            end = "head" if after_blocks == (direction == "forward") else "embed"
+            found.append(replace(lap, name=f"{direction}/{end}"))
+        else:
+            found.append(lap)
+        before = lap.name if unit else ""  # "": between passes
+    return found
 
 
 def _middle_half(

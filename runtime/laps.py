@@ -118,13 +118,13 @@ class Pace:
         self._forward_ends_ns = time.monotonic_ns() + self.forward_ns
 
     def forward_ends(self) -> None:
-        _sleep_until(self._forward_ends_ns)
+        sleep_until(self._forward_ends_ns)
 
     def backward_begins(self) -> None:
         self._backward_ends_ns = time.monotonic_ns() + self.backward_ns
 
     def backward_ends(self) -> None:
-        _sleep_until(self._backward_ends_ns)
+        sleep_until(self._backward_ends_ns)
 
 
 class _Enter(torch.autograd.Function):
@@ -153,7 +153,8 @@ class _Leave(torch.autograd.Function):
         return gradients[0], None
 
 
-def _sleep_until(end_ns: int) -> None:
+def sleep_until(end_ns: int) -> None:
+    """On the clock of `time.monotonic_ns`."""
     left_ns = end_ns - time.monotonic_ns()
     if left_ns > 0:
         time.sleep(left_ns / 1e9)

@@ -178,6 +178,16 @@ class Ledger:
         where = (self.rank, of.stream, labels.iteration, labels.phase, of.layer)
         sizes = (payload_bytes, sent.wire_bytes, sent.inter_node_bytes)
         self._rows.append((*where, op, axis, len(group), *sizes))
+        if self.library is not None:
+            self._local.begun = (of.stream, f"{op} {of.layer}", time.monotonic_ns(), sent.wire_bytes)
+
+    def library_over(self) -> None:
+        """What a library began on this thread, within the layer that `library` says, was waited for: write its span."""
+        begun: tuple[str, str, int, int] | None = getattr(self._local, "begun", None)
+        if begun is not None:
+            stream, name, start_ns, nbytes = begun
+            self._spans.append((self.rank, stream, name, start_ns, time.monotonic_ns(), nbytes))
+            self._local.begun = None
 
     def span(self, stream: str, name: str, nbytes: int = 0) -> "Timed":
         """A `with` block that takes time on `stream` (CLOCK_MONOTONIC, which all ranks of a host share)."""

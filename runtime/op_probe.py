@@ -1,6 +1,6 @@
 """Collectives as the interpreter runs them: how long each takes, small and large."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .measured import OpRow
@@ -10,10 +10,58 @@ SMALL_ELEMENTS = 256  # of one slice: nothing but fixed costs
 LARGE_ELEMENTS = 200_000
 
 
-class OpProbe:
-    """Each collective through the interpreter, as a run has it."""
+class Timed:
+    """Collectives that are measured turn by turn with others'."""
 
-    def __init__(self, interpreter: Any, dtype: Any, device: Any) -> None:
+    def __init__(self, device: Any) -> None:
+        self.calls: list[tuple[OpRow, Callable[[], None]]] = []
+        self._batches: list[list[float]] = []
+        self._work = Work(device)
+
+    def add(self, row: OpRow, call: Callable[[], None]) -> None:
+        """Of more than one rank. To be called on all ranks in one order."""
+        if row.group_size > 1:
+            self.calls.append((row, call))
+            self._batches.append([])
+
+    def begin(self) -> None:
+        """Each once: the first opens connections."""
+        for _, call in self.calls:
+            call()
+
+    def batch(self) -> None:
+        for (row, call), batches in zip(self.calls, self._batches, strict=True):
+            small = row.numel <= SMALL_ELEMENTS * max(1, row.group_size) * 8
+            batches.append(timed_between_work(call, self._work, REPEATS if small else 2))
+
+    def rows(self) -> list[OpRow]:
+        flat = agreed_mean([seconds for batches in self._batches for seconds in batches])
+        rows = []
+        for i, (row, _) in enumerate(self.calls):
+            mine = flat[i * BATCHES : (i + 1) * BATCHES]
+            rows.append(OpRow(row.op, row.axis, row.group_size, row.message_bytes, row.numel, tuple(mine)))
+        return rows
+
+
+class OpProbe(Timed):
+    """Each collective of a communication policy through the interpreter, as a run has it.
+
+    Args:
+        interpreter: Of all ranks, or of those that hold the same part of a model.
+        names: What the axes of its mesh are called on the whole mesh.
+        large: Elements of a rank's slice that are much.
+    """
+
+    def __init__(
+        self,
+        interpreter: Any,
+        dtype: Any,
+        device: Any,
+        names: Mapping[str, str] | None = None,
+        *,
+        large: int = LARGE_ELEMENTS,
+    ) -> None:
+        super().__init__(device)
         import torch
 
         from ..policies.mesh import HPZ, LOCAL, NODE, WORLD
@@ -30,16 +78,11 @@ class OpProbe:
         )
 
         mesh = interpreter.mesh
-        self.calls: list[tuple[OpRow, Callable[[], None]]] = []
-        self._batches: list[list[float]] = []
-        self._work = Work(device)
         world = mesh.num_ranks
+        called = names or {}
 
         def add(op: str, axis: str, message: int, numel: int, call: Callable[[], None]) -> None:
-            size = mesh.size(axis)
-            if size > 1:
-                self.calls.append((OpRow(op, axis, size, message, numel, ()), call))
-                self._batches.append([])
+            self.add(OpRow(op, called.get(axis, axis), mesh.size(axis), message, numel, ()), call)
 
         class Held:
             def __init__(self, shard: torch.Tensor) -> None:
@@ -53,7 +96,7 @@ class OpProbe:
 
         from ..policies.plan import LoadCopy
 
-        for n in (SMALL_ELEMENTS, LARGE_ELEMENTS // world * 4):
+        for n in (SMALL_ELEMENTS, large // world * 4):
             n -= n % (4 * world)
             full = torch.zeros(world * n, dtype=dtype, device=device)
             shard, out = full[:n].clone(), torch.empty_like(full)
@@ -98,18 +141,4 @@ class OpProbe:
             ):
                 plan = Plan((step,))
                 add(op, WORLD, world * nbytes, world * n, lambda w=whole, p=plan: w(p))  # type: ignore[misc]
-        for _, call in self.calls:
-            call()  # the first opens connections
-
-    def batch(self) -> None:
-        for (row, call), batches in zip(self.calls, self._batches, strict=True):
-            small = row.numel <= SMALL_ELEMENTS * max(1, row.group_size) * 8
-            batches.append(timed_between_work(call, self._work, REPEATS if small else 2))
-
-    def rows(self) -> list[OpRow]:
-        flat = agreed_mean([seconds for batches in self._batches for seconds in batches])
-        rows = []
-        for i, (row, _) in enumerate(self.calls):
-            mine = flat[i * BATCHES : (i + 1) * BATCHES]
-            rows.append(OpRow(row.op, row.axis, row.group_size, row.message_bytes, row.numel, tuple(mine)))
-        return rows
+        self.begin()

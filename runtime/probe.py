@@ -20,6 +20,8 @@ from ..analysis.record import write_text
 from .measured import cluster_with
 
 if TYPE_CHECKING:
+    from ..policies.layout import ParallelLayout
+    from ..policies.mesh import Dims, Mesh
     from .case import Case
     from .worker import WorkerContext
 
@@ -32,12 +34,14 @@ def probe_case(case: "Case", context: "WorkerContext") -> None:
     """A case of a launch: measure, and write `probe.json` (rank 0)."""
     import torch.distributed as dist
 
-    from ..conf.compose import load_experiment
+    from ..conf.compose import load_experiment, model_spec
+    from ..policies.layout import layout_of
 
     experiment = load_experiment(case.experiment)
     if context.rank == 0:
         sys.stderr.write(f"twinbed: {case.name}: measuring collectives, codecs and matmuls\n")
-    measured = measure(context, precision=experiment.precision.value)
+    layout = layout_of(experiment, model_spec(experiment))
+    measured = measure(context, precision=experiment.precision.value, layout=layout)
     if context.rank == 0:
         if experiment.offload.name == "disk":
             measured["disk"] = _disk(Path(experiment.offload.path or context.case_folder(case)))
@@ -45,42 +49,70 @@ def probe_case(case: "Case", context: "WorkerContext") -> None:
     dist.barrier()
 
 
-def measure(context: "WorkerContext", *, precision: str) -> dict[str, Any]:
-    """All figures; the same call on all ranks. Times are means over ranks that all do the same."""
+def measure(
+    context: "WorkerContext", *, precision: str, layout: "ParallelLayout | None" = None
+) -> dict[str, Any]:
+    """All figures; the same call on all ranks. Times are means over ranks that all do the same.
+
+    Args:
+        layout: Of the model; its collectives are measured on its own axes, and a communication policy's on those of the
+            ranks that hold the same part of the model.
+    """
     import torch
 
-    from ..policies.mesh import Mesh
+    from ..policies.mesh import OF_REPLICAS
     from .collectives import backend_of, build_collectives
     from .interpreter import Interpreter
     from .kernel_probe import CodecProbe, MatmulProbe
+    from .layer_probe import LayerProbe
+    from .layout.interpreter import LayerInterpreter
     from .ledger import Ledger
-    from .op_probe import OpProbe
+    from .op_probe import LARGE_ELEMENTS, OpProbe, Timed
     from .probe_timing import BATCHES
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
-    mesh = Mesh(context.num_ranks, context.ranks_per_node, context.ranks_per_node)
+    mesh = probed_mesh(context.num_ranks, context.ranks_per_node, () if layout is None else layout.dims)
     groups = context.groups(mesh)
     collectives = build_collectives(backend_of(context.device))
     ledger = Ledger(rank=context.rank, mesh=mesh)
-    interpreter = Interpreter(groups, ledger, collectives)
-    ops = OpProbe(interpreter, dtype, context.device)
+    interpreter = Interpreter(groups.of_replicas(), ledger, collectives)
+    ops: list[Timed] = []
+    if layout is None:
+        ops.append(OpProbe(interpreter, dtype, context.device))
+    else:  # a stage's or a tensor group's part of the model is a fraction of it
+        large = LARGE_ELEMENTS // 4
+        ops.append(OpProbe(interpreter, dtype, context.device, OF_REPLICAS, large=large))
+        layers = LayerInterpreter(groups, ledger, collectives)
+        ops.append(LayerProbe(layout, layers, dtype, context.device))
     codecs = CodecProbe(dtype, context.device)
     matmul = MatmulProbe(context.device)
     for _ in range(BATCHES):  # turn by turn: what wanders, wanders over all of them alike
-        ops.batch()
+        for each in ops:
+            each.batch()
         codecs.batch()
         matmul.batch()
-    if ops.calls:  # one rank alone has none
-        matmul.beside(lambda: ops.calls[0][1]())
+    calls = [call for each in ops for _, call in each.calls]
+    if calls:  # one rank alone has none
+        matmul.beside(lambda: calls[0]())
     return {
         "num_ranks": context.num_ranks,
         "ranks_per_node": context.ranks_per_node,
         "cores": os.cpu_count() or 1,
         "precision": precision,
-        "ops": [asdict(row) for row in ops.rows()],
+        "ops": [asdict(row) for each in ops for row in each.rows()],
         "codec": codecs.result(),
         "matmul": matmul.result(),
     }
+
+
+def probed_mesh(num_ranks: int, ranks_per_node: int, dims: "Dims") -> "Mesh":
+    """With `hpz` as large as the ranks of a node allow."""
+    from ..policies.mesh import LOCAL, OF_REPLICAS, Mesh
+
+    if not dims:
+        return Mesh(num_ranks, ranks_per_node, ranks_per_node)
+    mesh = Mesh(num_ranks, ranks_per_node, dims=dims)
+    return Mesh(num_ranks, ranks_per_node, mesh.size(OF_REPLICAS[LOCAL]), dims)
 
 
 def _disk(folder: Path) -> dict[str, float] | None:

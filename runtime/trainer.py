@@ -82,7 +82,7 @@ class Trainer:
     Args:
         experiment: Its cluster must be the ranks that run.
         context: This rank.
-        overlap: False: no communication thread, whatever `comm.overlap` says.
+        overlap: False: nothing is communicated beside computation, whatever `comm.overlap` and plans say.
         folder: Of the run, for what is offloaded to disk where offload.path does not say.
     """
 
@@ -113,9 +113,7 @@ class Trainer:
         self._models: list[Stack] = []  # the parts that are here
         self.ledger = Ledger(rank=context.rank, mesh=mesh)
         activate(self.ledger)
-        self.engine: CommEngine = self._build_engine(
-            layout, policy, context.groups(mesh), overlap=experiment.comm.overlap and overlap
-        )
+        self.engine: CommEngine = self._build_engine(layout, policy, context.groups(mesh), overlap=overlap)
         self.optimizer = build_optimizer(
             experiment.optimizer,
             list(self.engine.parameters()),
@@ -301,7 +299,7 @@ class Trainer:
         self._dropout_clocks.append(model.dropout_clock)
         self._models.append(model)
         rate = experiment.cluster.emulated_flops_per_s
-        if rate is not None:
+        if rate is not None and experiment.parallel.ranks_a_replica == 1:  # else each product is paced
             model.emulate(rate, sequence=self.sequence, micro=experiment.batch.micro)
         model.clock = self.laps
         return model
@@ -310,6 +308,7 @@ class Trainer:
         self, layout: ParallelLayout | None, policy: CommPolicy, groups: Groups, *, overlap: bool
     ) -> CommEngine:
         experiment, device = self.experiment, self.context.device
+        thread = experiment.comm.overlap and overlap
         if layout is None:
             return wrap_model(
                 self._new_model(),
@@ -317,7 +316,7 @@ class Trainer:
                 interpreter=Interpreter(groups, self.ledger, build_collectives(backend_of(device))),
                 precision=experiment.precision,
                 device=device,
-                overlap=overlap,
+                overlap=thread,
                 micro_batches=experiment.batch.accumulation,
                 host_memory=host_memory(experiment.offload),
             )
@@ -333,7 +332,9 @@ class Trainer:
             device=device,
             micro=experiment.batch.micro,
             tokens=self.sequence,
-            overlap=overlap,
+            overlap=thread,
+            flop_per_s=experiment.cluster.emulated_flops_per_s,
+            beside=overlap,
         )
 
     @property

@@ -7,13 +7,14 @@ import simpy
 from ..conf.model_spec import ModelSpec
 from ..conf.schema import ClusterConf, ExperimentConf
 from ..policies.comm import CommPolicy
-from ..policies.mesh import Mesh
+from ..policies.mesh import LOCAL, OF_REPLICAS, Mesh
 from .collectives import PerStep
 from .costs import Costs
 from .interpreter import Transfer
 from .machine import Machine, Steps
 from .topology import Topology
 
+_SHIFT = (("send", 1), ("recv", -1))  # both ends of a ring's messages
 WHOLE = ("all_reduce", "reduce", "reduce_tree", "broadcast")  # their message is the whole tensor
 
 
@@ -45,10 +46,10 @@ def collective_ns(
         message_bytes: As in `interpreter.Transfer`.
     """
     cluster: ClusterConf = experiment.cluster
-    hpz = policy.hpz_size if policy.hpz_size > 1 else cluster.devices_per_node
-    mesh = Mesh.of(cluster, hpz)
     env = simpy.Environment()
-    machine = Machine(env, Costs(experiment, spec, policy), Topology(cluster), folded=False)
+    costs = Costs(experiment, spec, policy)
+    mesh = _mesh(cluster, policy.hpz_size, costs.laid.model.mesh if costs.laid is not None else None)
+    machine = Machine(env, costs, Topology(cluster), folded=False)
     collectives = PerStep(machine, mesh)
     element_bytes = experiment.precision.element_bytes
     transfer = Transfer(
@@ -65,8 +66,20 @@ def collective_ns(
     def take_part(rank: int) -> Steps:
         if rank % 2:
             yield env.timeout(machine.skew_ns)
-        yield from collectives.run(rank, transfer, tag=mesh.group(axis, rank))
+        tag = mesh.group(axis, rank)
+        if op == "send":
+            ends = [replace(transfer, op=end, peer=by) for end, by in _SHIFT]
+            yield env.all_of([env.process(collectives.run(rank, end, tag=tag)) for end in ends])
+        else:
+            yield from collectives.run(rank, transfer, tag=tag)
         ends_ns.append(int(env.now))
 
     env.run(until=env.all_of([env.process(take_part(rank)) for rank in range(cluster.num_ranks)]))
     return sum(ends_ns) // len(ends_ns)
+
+
+def _mesh(cluster: ClusterConf, hpz_size: int, laid: Mesh | None) -> Mesh:
+    """As the probe has it: `hpz` is a policy's, or as large as the ranks of a node allow."""
+    if laid is None:
+        return Mesh.of(cluster, hpz_size if hpz_size > 1 else cluster.devices_per_node)
+    return Mesh.of(cluster, hpz_size if hpz_size > 1 else laid.size(OF_REPLICAS[LOCAL]), laid.dims)

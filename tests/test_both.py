@@ -255,3 +255,30 @@ def test_the_simulator_imports_nothing_heavy() -> None:
     )
     done = run("-c", code, cwd=Path("/"))
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("layout", "key"),
+    [
+        (("parallel.tensor=4", "parallel.tensor_mode=2d", "batch.micro=4"), "broadcast/row"),
+        (("parallel.pipeline=4", "batch.accumulation=4", "model.layers=4"), "send/pipeline"),
+    ],
+    ids=["2d", "pipeline"],
+)
+def test_a_layout_is_predicted_from_its_own_collectives(
+    layout: tuple[str, ...], key: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    keys = (*SMALL, *layout, "cluster.shaped=false", f"hydra.run.dir={out}")
+    done = run(str(ROOT / "run.py"), "comm=zero3", *keys, cwd=tmp_path, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert "ledgers: equal; replayed decisions: equal" in done.stdout
+    parity = json.loads((out / "parity.json").read_text())
+    assert (parity["status"], parity["ledger_equal"], parity["replay_equal"]) == ("ok", True, True)
+    host = read_record(out / "sim").result["experiment"]["cluster"]["host"]
+    measured = {name.rpartition("/")[0] for name in host["op_measured_ns"]}
+    assert key in measured
+    assert len([name for name in host["op_ns"] if name.startswith(f"{key}/")]) == 2
+    assert {"forward/embed", "forward/block.1", "backward/head", "step"} <= host["compute_ns"].keys()

@@ -16,6 +16,7 @@ from ..stack import Stack
 from ..wrap import WIRE_DTYPE, wrap_model
 from .engine import LayoutEngine, ModelPart
 from .layout import lay_out
+from .pace import Rate
 from .stages import keep_part
 
 
@@ -31,6 +32,8 @@ def build_layout_engine(
     micro: int,
     tokens: int,
     overlap: bool = False,
+    flop_per_s: float | None = None,
+    beside: bool = True,
 ) -> LayoutEngine:
     """The parts of the model that this rank holds, each under `policy` over its replicas.
 
@@ -41,10 +44,13 @@ def build_layout_engine(
         micro: Sequences of a micro-batch.
         tokens: Of a sequence.
         overlap: As `wrap_model`.
+        flop_per_s: Of an emulated device.
+        beside: Whether layers' collectives run beside computation where plans say so.
     """
     collectives = build_collectives(backend_of(device))
     interpreter = Interpreter(groups.of_replicas(), ledger, collectives)
     stage = groups.mesh.index(PIPELINE, groups.rank)
+    rate = None if flop_per_s is None else Rate(flop_per_s)
     parts = []
     for chunk in range(layout.chunks):
         model = keep_part(new_model(), layout, stage=stage, chunk=chunk)
@@ -58,6 +64,8 @@ def build_layout_engine(
             sequence=tokens,
             stage=stage,
             chunk=chunk,
+            rate=rate,
+            beside=beside,
         )
         engine = wrap_model(
             model,

@@ -29,6 +29,7 @@ from ...policies.mesh import TENSOR
 from ..groups import Groups
 from ..ledger import Ledger, Library
 from .modules import Source, Together, replace_call
+from .pace import Rate, linear_flop
 
 
 def is_served(layout: ParallelLayout, layer: Layer) -> bool:
@@ -59,16 +60,18 @@ def parallelize(
     label: str,
     weights: Sequence[Source],
     biases: Sequence[Source],
+    rate: Rate | None = None,
 ) -> None:
     """Let DTensor compute a layer of a unit that `is_served`.
 
     Args:
         label: Of rows in the ledger.
         weights, biases: This rank's parts, one for each matrix that takes the same input; no biases: there are none.
+        rate: Of products; None: they take the time that they take.
     """
     scope = _Scope(ledger, Library(LAYER_STREAM, label, TENSOR))
     call = _Words if layer.kind is Kind.embedding else _Rows if layer.role is Role.rows else _Columns
-    compute = call(mesh, scope, tuple(weights), tuple(biases))
+    compute = call(mesh, scope, tuple(weights), tuple(biases), rate)
     members = (layer, *layer.others)
     if len(members) == 1:
         styles: dict[str, ParallelStyle] = {layer.path: _Calls(lambda x: compute(x)[0])}
@@ -118,6 +121,12 @@ class _Scope:
         ended: Tensor = _Ends.apply(self, x)  # type: ignore[no-untyped-call]
         return ended
 
+    def arrived(self, x: Tensor) -> Tensor:
+        """The tensor itself, when its collective has ended."""
+        there: Tensor = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
+        self.ledger.library_over()
+        return there
+
 
 class _Begins(torch.autograd.Function):
     @staticmethod
@@ -140,8 +149,9 @@ class _Ends(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[None, Tensor]:
+        dx = ctx.scope.arrived(dx)
         ctx.scope.ledger.library = None
-        return None, _arrived(dx)
+        return None, dx
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,15 +165,24 @@ class _Styled:
     scope: _Scope
     weights: tuple[Source, ...]
     biases: tuple[Source, ...]
+    rate: Rate | None
 
     def seen(self, part: Tensor, placement: Placement) -> DTensor:
         return DTensor.from_local(part, self.mesh, [placement], run_check=False)
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Of DTensors; what is communicated for it comes before or behind the time that it takes."""
+
+        def call(x: Tensor) -> Tensor:
+            return functional.linear(x, weight, bias)
+
+        return call(x) if self.rate is None else self.rate.around(call, linear_flop)(x)
 
     def summed(self, y: Tensor) -> Tensor:
         """The sum of partial results, for every rank."""
         assert isinstance(y, DTensor)
         whole: Tensor = y.redistribute(placements=[Replicate()]).to_local()
-        return _arrived(whole)
+        return self.scope.arrived(whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +196,7 @@ class _Columns(_Styled):
             made = []
             for i, weight in enumerate(self.weights):
                 bias = self.seen(self.biases[i](), Shard(0)) if self.biases else None
-                y = functional.linear(x, self.seen(weight(), Shard(0)), bias)
+                y = self.product(x, self.seen(weight(), Shard(0)), bias)
                 assert isinstance(y, DTensor)
                 made.append(self.scope.begins(y.to_local()) if needs else y.to_local())
             return tuple(made)
@@ -190,7 +209,7 @@ class _Rows(_Styled):
     def __call__(self, x_BTF: Tensor) -> tuple[Tensor, ...]:
         with self.scope.forward():
             x = self.seen(x_BTF, Shard(x_BTF.ndim - 1))
-            y = self.summed(functional.linear(x, self.seen(self.weights[0](), Shard(1))))
+            y = self.summed(self.product(x, self.seen(self.weights[0](), Shard(1))))
         return (y + self.biases[0](),) if self.biases else (y,)
 
 
@@ -202,8 +221,3 @@ class _Words(_Styled):
         with self.scope.forward():
             table = self.seen(self.weights[0](), Shard(0))
             return (self.summed(functional.embedding(self.seen(ids_BT, Replicate()), table)),)
-
-
-def _arrived(x: Tensor) -> Tensor:
-    """The tensor itself, when its collective has ended."""
-    return x.wait() if isinstance(x, AsyncCollectiveTensor) else x

@@ -83,7 +83,11 @@ class LayoutEngine:
             layout, self._mesh, micro=micro, tokens=tokens, hidden=parts[0].model.spec.hidden
         )
         self._pipeline: Pipeline | None = None
-        self._weights = self._find_weights(placement)
+        replicas = self._mesh.num_replicas
+        # whether a rank lacks some of the gradients
+        self._shared = layout.tensor * layout.stages > 1 or (placement is Placement.sharded and replicas > 1)
+        self._copies = replicas if placement is Placement.replicated else 1
+        self._weights = self._find_weights()
         # Of the step that is being run
         self._clock: Clock = NoClock()
         self._factor = 1.0
@@ -125,14 +129,15 @@ class LayoutEngine:
         self._pipeline.check_order(self._stage, self._ran)
         for part in self._parts:
             part.engine.finish_gradients()
-        self._clock.lap("backward/root")
+        self._clock.lap("step")  # of all micro-batches together
         self._ledger.at(phase="backward", layer="")
         losses = (
             torch.stack(self._losses) if self._is_last else torch.empty(batches.count, device=self._device)
         )
-        pipeline = self._groups[PIPELINE]
+        pipeline, began_ns = self._groups[PIPELINE], time.monotonic_ns()
         with self._ledger.set_up():  # a rank's own figures, not the training
             dist.broadcast(losses, pipeline.ranks[-1], group=pipeline.handle)
+        self._ledger.moved(LIBRARY_STREAM, "losses of the last stage", began_ns, time.monotonic_ns(), 0)
         return losses
 
     def _new_pipeline(self, inputs: Tensor, targets: Tensor) -> "Pipeline":
@@ -253,15 +258,21 @@ class LayoutEngine:
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> float | None:
-        """Each element counts once, however many ranks hold it; one all-reduce of one number over the world."""
+        """Each element counts once, however many ranks hold it; one all-reduce of one number over the world, unless a
+        rank that has gradients has all of them.
+        """
         found = self._gradients()
+        if not self._shared and not found:
+            return None
         square = torch.zeros((), device=self._device)
         if found:
             weights = torch.tensor([self._weights[name] for name in found], device=self._device)
             square = (square_sums(list(found.values()), torch.float32) * weights).sum()
-        if self._mesh.num_ranks > 1:
+        if self._shared:
             with self._ledger.span(LIBRARY_STREAM, "all_reduce"):
                 dist.all_reduce(square)
+        else:
+            square *= self._copies
         norm = float(square.sqrt())
         factor = clip_factor(norm, max_norm)
         if factor < 1 and found:
@@ -405,16 +416,15 @@ class LayoutEngine:
     def _gradients(self) -> dict[str, Tensor]:
         return {n: x for part in self._parts for n, x in part.engine.gradients().items()}
 
-    def _find_weights(self, placement: Placement) -> Mapping[str, float]:
+    def _find_weights(self) -> Mapping[str, float]:
         """One over the ranks that hold the same elements of a parameter's gradient, by its name."""
-        replicas = self._mesh.num_replicas if placement is Placement.replicated else 1
         tied = tied_name(self._layout)
         found = {}
         for part in self._parts:
             for name, copies in parameter_copies(
                 self._layout, self._mesh, part.model, self._stage, part.chunk
             ).items():
-                found[name] = 1 / (copies * replicas * (2 if name == tied else 1))
+                found[name] = 1 / (copies * self._copies * (2 if name == tied else 1))
         return found
 
 

@@ -5,6 +5,7 @@ stands, and waited for by the steps that wait for it in the plan. Every collecti
 ledger, at the place of its start.
 """
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +32,7 @@ from ..collectives import Collectives, Pending
 from ..groups import Group, Groups
 from ..ledger import Collecting, Ledger
 from .functions import Context, apply_function
+from .pace import Rate, step_flop
 
 
 class LayerInterpreter:
@@ -40,12 +42,24 @@ class LayerInterpreter:
         groups: Of this rank, on all axes of the mesh.
         ledger: Told of every collective.
         collectives: Of the backend.
+        rate: Of products and attention; None: they take the time that they take.
+        beside: Whether collectives run beside computation where plans say so; False: all block.
     """
 
-    def __init__(self, groups: Groups, ledger: Ledger, collectives: Collectives) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        ledger: Ledger,
+        collectives: Collectives,
+        *,
+        rate: Rate | None = None,
+        beside: bool = True,
+    ) -> None:
         self.groups = groups
         self.ledger = ledger
         self.collectives = collectives
+        self.rate = rate
+        self.beside = beside
 
     def run(
         self,
@@ -100,7 +114,7 @@ class _Run:
             if isinstance(step, Collective):
                 self._collective(i, step)
             else:
-                self.values.update(self._local(step))
+                self.values.update(self._paced(step))
             for name in (*step.reads, *step.writes):
                 if name not in self.keep and self.last_read.get(name, i) <= i:
                     self.values.pop(name, None)
@@ -126,6 +140,16 @@ class _Run:
         return self.values[name]
 
     # ---- local work
+
+    def _paced(self, step: Step) -> Mapping[str, Tensor]:
+        rate = self.interpreter.rate
+        if rate is None:
+            return self._local(step)
+        began_ns = time.monotonic_ns()
+        flop = step_flop(step, self.context, [self._read(name) for name in step.reads])
+        made = self._local(step)
+        rate.end(began_ns, flop)
+        return made
 
     def _local(self, step: Step) -> Mapping[str, Tensor]:
         match step:
@@ -304,7 +328,7 @@ class _Run:
     ) -> None:
         """Do the collective of step `i`, or start it if it runs beside."""
         writes = self.plan.steps[i].writes
-        beside = self.plan.is_beside(i)
+        beside = self._is_beside(i)
         with row:
             pending = call(beside)
         if not beside:
@@ -327,8 +351,11 @@ class _Run:
             payload_bytes=sum(x.numel() * x.element_size() for x in xs),
             stream=self.plan.stream_of(i),
             layer=self.label,
-            later=self.plan.is_beside(i) if later is None else later,
+            later=self._is_beside(i) if later is None else later,
         )
+
+    def _is_beside(self, i: int) -> bool:
+        return self.interpreter.beside and self.plan.is_beside(i)
 
     def _own(self, i: int, step: Step, x: Tensor) -> Tensor:
         """Contiguous, and free to be written over: a copy if it is given, is read later on or shares such memory."""

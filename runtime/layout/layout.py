@@ -25,6 +25,7 @@ from .dtensor import is_served, parallelize, tensor_mesh
 from .functions import Context, first_rows
 from .interpreter import LayerInterpreter
 from .modules import Planned, PlannedCore, PlannedLoss, PlannedPositions, Source, Together, replace_call
+from .pace import Flop, Rate, attention_flop, linear_flop, patches_flop
 from .parameters import Placed, gather_wholes
 from .tokens import border_index, token_index
 
@@ -80,6 +81,8 @@ def lay_out(
     stage: int = 0,
     chunk: int = 0,
     library: bool = True,
+    rate: Rate | None = None,
+    beside: bool = True,
 ) -> LaidOut:
     """Change `model` in place. No communication: every rank cuts its part from the whole weights that it has.
 
@@ -89,13 +92,13 @@ def lay_out(
         sequence: Tokens of a whole sequence, as the model's blocks have them.
         stage, chunk: Whose layers the model has; others are not looked at.
         library: DTensor computes what it serves (`dtensor.is_served`); False: our own function everything.
+        rate, beside: As `LayerInterpreter`; the rate is also that of layers that have no plan.
 
     Raises:
         ValueError: If the model has no module that a layer names.
     """
-    return _LayingOut(
-        model, layout, groups, LayerInterpreter(groups, ledger, collectives), micro, sequence, library
-    ).all(stage, chunk)
+    interpreter = LayerInterpreter(groups, ledger, collectives, rate=rate, beside=beside)
+    return _LayingOut(model, layout, groups, interpreter, micro, sequence, library).all(stage, chunk)
 
 
 def tell_places(
@@ -195,6 +198,7 @@ class _LayingOut:
         forward = self.layout.decide(layer.runs(Direction.forward))
         backward = self.layout.decide(layer.runs(Direction.backward))
         if forward is None or backward is None:
+            self._pace(module, layer)
             return
         target = _module(module, layer)
         members = (layer, *layer.others)
@@ -209,6 +213,7 @@ class _LayingOut:
                 label=f"{unit}.{layer.path}",
                 weights=[_source(each["weight"]) for each in found],
                 biases=[_source(each["bias"]) for each in found if "bias" in each],
+                rate=self.interpreter.rate,
             )
             return
         program = Program(
@@ -243,6 +248,25 @@ class _LayingOut:
                 replace_call(target, PlannedPositions(program, sources))
             case _:
                 replace_call(target, Planned(program, sources))
+
+    def _pace(self, unit: nn.Module, layer: Layer) -> None:
+        """A layer without a plan takes its time."""
+        rate = self.interpreter.rate
+        if rate is None:
+            return
+        for each in (layer, *layer.others):
+            module = _module(unit, each)
+            flop: Flop
+            match layer.kind:
+                case Kind.linear | Kind.tied:
+                    flop = linear_flop
+                case Kind.attention:
+                    flop = attention_flop
+                case Kind.patches:
+                    flop = patches_flop(_source(_parameters(unit, each)["weight"]))
+                case _:
+                    return
+            replace_call(module, rate.around(module.forward, flop))
 
     def _tensor_mesh(self) -> DeviceMesh:
         if self._mesh_of_library is None:

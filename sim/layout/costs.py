@@ -1,6 +1,7 @@
 """How long the steps of a rank's layers take: on a device by their shapes, on a local cluster as a probe measured."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ...conf.model_spec import ModelSpec
 from ...conf.schema import ExperimentConf
@@ -24,7 +25,8 @@ class LaidCosts:
 
     Of a probe, `host.compute_ns` has the whole of a unit's local work, "forward/block.0" or "forward/block" and, of the
     root, "forward/embed" and "forward/head" or both as "forward/root". Its steps share it out as the device's model has
-    them. Without a probe a rate (`emulated_flops_per_s`) says how long products take, or the device.
+    them. Without a probe a rate (`emulated_flops_per_s`) says how long products take, or the device. With both, the
+    products take what they take at the rate, and the other steps share out what was measured beyond that.
 
     Raises:
         ValueError: If the layout does not fit the cluster or the model.
@@ -34,8 +36,8 @@ class LaidCosts:
         self.model = LaidModel(experiment, spec, device, kernels)
         self._device = device
         self._probed = experiment.cluster.host.compute_ns
-        self._emulated = experiment.cluster.emulated_flops_per_s is not None
-        self._whole: dict[tuple[str, str], float] = {}
+        self._rate = experiment.cluster.emulated_flops_per_s
+        self._whole: dict[tuple[str, str], _Modelled] = {}
 
     def tally(self, key: str) -> Tally:
         unit, _, rest = key.partition("#")
@@ -56,7 +58,7 @@ class LaidCosts:
     def ns(self, key: str, *, slept_ns: int) -> float:
         """Wall time of a step on one rank; `slept_ns`: what it takes at the emulated rate."""
         if not self._probed:
-            return slept_ns if self._emulated else self._device.time_ns(self.tally(key))
+            return slept_ns if self._rate is not None else self._device.time_ns(self.tally(key))
         unit = key.partition("#")[0]
         direction, _, where = unit.partition("/")
         kind = where.partition(".")[0]
@@ -67,9 +69,11 @@ class LaidCosts:
         measured = next((self._probed[name] for name in names if name in self._probed), None)
         if measured is None:
             return slept_ns
-        whole = sum(self._modelled_ns(direction, each) for each in alike)
-        own = self._device.time_ns(self.tally(key))
-        return max(slept_ns, measured * own / whole if whole else 0.0)
+        parts = [self._modelled(direction, each) for each in alike]
+        beyond_ns = max(0.0, measured - sum(part.slept_ns for part in parts))
+        whole_ns = sum(part.awake_ns for part in parts)
+        own_ns = 0.0 if slept_ns and "#" in key else self._awake_ns(key)
+        return slept_ns + (beyond_ns * own_ns / whole_ns if whole_ns else 0.0)
 
     def alike(self, op: str, axis: str) -> Iterator[str]:
         """Keys of `host.op_ns` that stand for a collective over a layout's axis, nearest first: a probe knows the axes
@@ -81,12 +85,32 @@ class LaidCosts:
             for other in (axis, LOCAL if inside else NODE, WORLD):
                 yield f"{name}/{other}"
 
-    def _modelled_ns(self, direction: str, where: str) -> float:
-        """What all steps of a unit come to on the device."""
+    def _awake_ns(self, key: str) -> float:
+        """Of a step that no rate stretches, or of the steps of a whole unit that none does."""
+        if "#" in key:
+            return self._device.time_ns(self.tally(key))
+        direction, _, where = key.partition("/")
+        return self._modelled(direction, where).awake_ns
+
+    def _modelled(self, direction: str, where: str) -> "_Modelled":
+        """What all steps of a unit come to."""
         at = (direction, ENDS.get(where, BLOCK))
         if at not in self._whole:
-            steps = self.model.steps(at[1], Direction(direction))
-            self._whole[at] = sum(
-                self._device.time_ns(step.what) for step in steps if not isinstance(step.what, Transfer)
-            )
+            slept_ns = awake_ns = 0.0
+            for step in self.model.steps(at[1], Direction(direction)):
+                if isinstance(step.what, Transfer):
+                    continue
+                if self._rate is not None and step.what.flop:
+                    slept_ns += step.what.flop / self._rate * 1e9
+                else:
+                    awake_ns += self._device.time_ns(step.what)
+            self._whole[at] = _Modelled(slept_ns, awake_ns)
         return self._whole[at]
+
+
+@dataclass(frozen=True, slots=True)
+class _Modelled:
+    """Of a unit: what its products take at a rate, and the rest by the device's model (without a rate, all of it)."""
+
+    slept_ns: float
+    awake_ns: float

@@ -1,0 +1,152 @@
+"""Work at a device's rate: what is left of the time that each product and attention would take there is slept away
+(`cluster.emulated_flops_per_s`).
+
+Operations are counted as the simulator does (`sim.layout.work`): products of matrices, and attention over the whole
+square, also under a causal mask; backward takes twice as many. All else takes the time that it takes here.
+
+Shape letters: B sequences, H heads, T queries, S keys, E features of a head.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ...policies.layout.border import num_parts, part_index
+from ...policies.layout.ring import BLOCK_GRADIENTS, BLOCKS
+from ...policies.layout.tokens import block_pairs
+from ...policies.plan import Apply, Multiply, Step
+from ..laps import sleep_until
+from .functions import Context
+
+Call = Callable[..., Tensor]
+Flop = Callable[[Sequence[Tensor], Tensor], int]  # of a forward, from what it was given and what it made
+
+
+class Rate:
+    """How fast the device is that the CPU stands for.
+
+    Args:
+        flop_per_s: Where the CPU is slower, its own time stands.
+    """
+
+    def __init__(self, flop_per_s: float) -> None:
+        self._flop_per_s = flop_per_s
+
+    def end(self, began_ns: int, flop: float) -> None:
+        """Let time pass until work that began then would have ended."""
+        if flop:
+            sleep_until(began_ns + round(flop / self._flop_per_s * 1e9))
+
+    def around(self, call: Call, flop: Flop) -> Call:
+        """The same call, which takes its time, and whose backward does."""
+
+        def paced(*xs: Tensor) -> Tensor:
+            timer = _Timer(self, ends=torch.is_grad_enabled() and any(x.requires_grad for x in xs))
+            entered = _Enter.apply(timer, *xs)  # type: ignore[no-untyped-call]
+            y = call(*entered)
+            timer.flop = flop(entered, y)
+            left: Tensor = _Leave.apply(timer, y)  # type: ignore[no-untyped-call]
+            return left
+
+        return paced
+
+
+def linear_flop(xs: Sequence[Tensor], y: Tensor) -> int:
+    """Of a product with a matrix; of DTensors this rank's part."""
+    return 2 * _here(xs[0]).numel() * _here(y).shape[-1]
+
+
+def attention_flop(xs: Sequence[Tensor], y_BTX: Tensor) -> int:
+    """Of q, k and v [B, heads, tokens, E], mixed to [B, T, H E]."""
+    return 4 * y_BTX.numel() * xs[1].shape[2]
+
+
+def patches_flop(weight: Callable[[], Tensor]) -> Flop:
+    """Of images whose patches the matrix [D, ...] makes to [B, P, D]."""
+    return lambda _, y_BPD: 2 * y_BPD.numel() * prod(weight().shape[1:])
+
+
+def step_flop(step: Step, context: Context, operands: Sequence[Tensor]) -> float:
+    """Of a piece of local work in a plan; 0 of what is no product."""
+    match step:
+        case Multiply():
+            left, right = operands
+            out = right.shape[:-1] if step.transpose_right else right.shape[-1:]
+            return 2 * left.numel() * prod(out)
+        case Apply(function="attention"):
+            return _whole_square(*operands[:2])
+        case Apply(function="attention_gradient"):
+            return 2 * _whole_square(*operands[1:3])
+        case Apply() if step.function in BLOCKS:
+            q, kv = operands
+            return _whole_square(q, kv[0]) * _seen(step, context, BLOCKS[step.function])
+        case Apply() if step.function in BLOCK_GRADIENTS:
+            q, kv = operands[1:3]
+            return 2 * _whole_square(q, kv[0]) * _seen(step, context, BLOCK_GRADIENTS[step.function])
+    return 0
+
+
+def _whole_square(q_BHTE: Tensor, k_BKSE: Tensor) -> int:
+    return 4 * q_BHTE.numel() * k_BKSE.shape[2]
+
+
+def _seen(step: Apply, context: Context, masks: tuple[bool, bool]) -> float:
+    """The share of a block that counts: a causal mask's square is whole over all blocks together."""
+    causal, zigzag = masks
+    size, rank = num_parts(context.mesh, step.axes), part_index(context.mesh, step.axes, context.rank)
+    pairs = block_pairs(size=size, zigzag=zigzag, causal=causal, rank=rank, step=step.number)
+    return pairs * (2 if causal else 1)
+
+
+def _here(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+class _Timer:
+    """Of one call: several may be under way before the first one's backward."""
+
+    def __init__(self, rate: Rate, *, ends: bool) -> None:
+        self._rate, self._ends = rate, ends
+        self.flop = 0
+        self._began_ns = time.monotonic_ns()
+
+    def forward_ends(self) -> None:
+        self._rate.end(self._began_ns, self.flop)
+
+    def backward_begins(self) -> None:
+        self._began_ns = time.monotonic_ns()
+        if not self._ends:  # no input has a gradient, so nobody says when it is over
+            self.backward_ends()
+
+    def backward_ends(self) -> None:
+        self._rate.end(self._began_ns, 2 * self.flop)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, timer: _Timer, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.timer = timer
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.timer.backward_ends()
+        return None, *gradients
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, timer: _Timer, y: Tensor) -> Tensor:
+        ctx.timer = timer
+        timer.forward_ends()
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
+        ctx.timer.backward_begins()
+        return None, dy
