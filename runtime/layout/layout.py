@@ -263,7 +263,7 @@ class _LayingOut:
                 case Kind.attention:
                     flop = attention_flop
                 case Kind.patches:
-                    flop = patches_flop(_source(_parameters(unit, each)["weight"]))
+                    flop = patches_flop(_source(parameters_of(unit, each)["weight"]))
                 case _:
                     return
             replace_call(module, rate.around(module.forward, flop))

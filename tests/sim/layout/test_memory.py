@@ -171,7 +171,14 @@ def test_partitioned_and_replicated_activations_of_a_block(make, spec_of):
     sums = 4 * ROWS  # of two norms' features and of their squares, of the tokens that are here
     kept = {
         (mode, ranks): saved(make, spec, ranks, tensor=ranks, tensor_mode=mode, depth=depth).nbytes(BLOCK)
-        for mode, ranks, depth in (("1d", 4, 1), ("1d", 16, 1), ("2d", 4, 1), ("2d", 16, 1), ("2.5d", 8, 2), ("3d", 8, 1))
+        for mode, ranks, depth in (
+            ("1d", 4, 1),
+            ("1d", 16, 1),
+            ("2d", 4, 1),
+            ("2d", 16, 1),
+            ("2.5d", 8, 2),
+            ("3d", 8, 1),
+        )
     }
     for ranks in (4, 16):
         q = round(ranks**0.5)
@@ -186,7 +193,11 @@ def test_25d_keeps_weights_once_a_layer_of_depth(make, spec_of, depth, side):
     """d / p of the matrices, not 1 / p."""
     ranks = depth * side**2
     spec = spec_of()
-    unit = laid(make(ranks, micro=8, tensor=ranks, tensor_mode="2.5d", depth=depth), spec).stretch(0, 0).blocks[0]
+    unit = (
+        laid(make(ranks, micro=8, tensor=ranks, tensor_mode="2.5d", depth=depth), spec)
+        .stretch(0, 0)
+        .blocks[0]
+    )
     assert sum(t.numel for t in unit.tensors if len(t.shape) == 2) * ranks == depth * 12 * H * H
 
 
