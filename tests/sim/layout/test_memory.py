@@ -215,9 +215,9 @@ def test_sequence_and_tensor_parallelism_cross_where_the_paper_says(n):
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_where_they_cross_by_our_own_count(make, spec_of, n):
-    """Parameters, gradients and moments, and what is kept, of the runtime's layers in fp32. An MLP's two products: biases
-    are parameters too, so from BL = 32 H + 16 on. Attention's: BL (1 - 3 / N) = (16 H + 12) (1 - 1 / N), for a ring
-    keeps a copy of keys and values beside the matrix' output, of which queries are a part.
+    """Parameters, gradients and moments, and what is kept, of the runtime's layers in fp32. An MLP's two products:
+    biases are parameters too, so from BL = 32 H + 16 on. Attention's: BL (1 - 3 / N) = (16 H + 12) (1 - 1 / N), for a
+    ring keeps a copy of keys and values beside the matrix' output, of which queries are a part.
     """
 
     def difference(paths, tokens):
