@@ -1,5 +1,5 @@
-"""The mode of examples/gathered_mode.py, which no engine knows: both targets' ledgers are equal, and it learns what data
-parallelism learns from the same sequences.
+"""The mode of examples/gathered_mode.py, which no engine knows: both targets' ledgers are equal, and it learns what
+data parallelism learns from the same sequences.
 """
 
 from collections.abc import Callable
