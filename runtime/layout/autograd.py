@@ -28,6 +28,7 @@ class Program:
         output: The operand that comes out.
         widths: Features of each part of the output; () is one part.
         runs: Runs of the output's features that each hold as large a share of every part.
+        bias_in_runs: Biases come in them too, as they are cut like the matrix; else they lie as the output does.
     """
 
     interpreter: LayerInterpreter
@@ -39,6 +40,7 @@ class Program:
     output: str = "y"
     widths: tuple[int, ...] = ()
     runs: int = 1
+    bias_in_runs: bool = False
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The parts of the output."""
@@ -68,7 +70,7 @@ class Program:
 
     def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """One operand from its parts."""
-        if name != "bias" or self.runs == 1:
+        if name != "bias" or self.runs == 1 or self.bias_in_runs:
             return parts[0] if len(parts) == 1 else torch.cat(list(parts))
         if len(parts) == 1:
             parts = torch.split(parts[0], list(self.widths))
@@ -76,7 +78,7 @@ class Program:
 
     def split(self, name: str, gradient: Tensor, rows: Sequence[int]) -> Sequence[Tensor]:
         """The gradient of each part, of so many rows, from that of the operand; undoes `join`."""
-        if name != "bias" or self.runs == 1:
+        if name != "bias" or self.runs == 1 or self.bias_in_runs:
             return (gradient,) if len(rows) == 1 else torch.split(gradient, list(rows))
         apart = _apart(gradient, self.widths, self.runs)
         return (torch.cat(list(apart)),) if len(rows) == 1 else apart

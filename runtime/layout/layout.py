@@ -225,7 +225,8 @@ class _LayingOut:
             inputs=(*_INPUTS.get(layer.kind, ("x",)), *(name for name in operands for _ in members)),
             output="loss" if layer.kind is Kind.loss else "y",
             widths=self._widths(layer),
-            runs=self._runs(layer),
+            runs=self._runs(layer, "weight"),
+            bias_in_runs=layer.bias and self._runs(layer, "bias") > 1,
         )
         sources: list[Source] = [_source(each[name]) for name in operands for each in found]
         if layer.others:
@@ -292,14 +293,14 @@ class _LayingOut:
         parts = num_parts(self.mesh, layer.output.features)
         return tuple(width // parts for width in widths)
 
-    def _runs(self, layer: Layer) -> int:
-        """A matrix that is cut further than its output is gathered before the product, and its parts' shares of
-        queries, keys and values come in as many runs.
+    def _runs(self, layer: Layer, operand: str) -> int:
+        """A matrix (or bias) that is cut further than its output is gathered before the product, and its parts' shares
+        of queries, keys and values come in as many runs.
         """
         if not layer.sections and not layer.others:
             return 1
-        weight = self.layout.parameter_cuts(layer)["weight"]
-        return weight.parts(self.mesh, 0) // num_parts(self.mesh, layer.output.features)
+        cut = self.layout.parameter_cuts(layer)[operand]
+        return cut.parts(self.mesh, 0) // num_parts(self.mesh, layer.output.features)
 
     @property
     def mesh(self) -> Mesh:

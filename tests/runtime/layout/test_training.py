@@ -14,7 +14,7 @@ from twinbed.runtime.launcher import launch_local
 SMALL = (
     "target=runtime",
     "model=gpt",
-    "model.layers=4",
+    "model.layers=2",
     "model.hidden=32",
     "model.heads=4",
     "model.vocab=257",
@@ -35,6 +35,7 @@ HALVES = ("batch.micro=1", "batch.accumulation=2", "comm=zero3")
 PAIRS = ("batch.micro=2", "batch.accumulation=2", "comm=ddp")
 REFERENCES = {
     "adamw": (),
+    "deep": ("model.layers=4",),
     "lamb": ("optimizer=lamb",),
     "lars": ("optimizer=lars", "optimizer.lr=1"),
     "dropout": ("train.dropout=0.1", "recompute=full", "train.eval_every=10", "train.eval_batches=2"),
@@ -57,7 +58,7 @@ OF_FOUR: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "2d": ("adamw", (*WHOLE, *TWO_D)),
     "ring": ("adamw", (*WHOLE, *RING, "comm=zero3")),
     "ulysses": ("adamw", (*WHOLE, *keys(sequence=4, sequence_mode="ulysses"), "comm=zero1")),
-    "pipeline": ("adamw", (*PIECES, *keys(pipeline=4))),
+    "pipeline": ("deep", (*PIECES, *keys(pipeline=4))),
     "data, pipeline": ("adamw", (*HALVES, *HALF_PIPELINE)),
     "1d, lamb": ("lamb", (*WHOLE, *ONE_D)),
     "2d, lamb": ("lamb", (*WHOLE, *TWO_D)),
@@ -72,7 +73,6 @@ OF_FOUR: Mapping[str, tuple[str, tuple[str, ...]]] = {
 OF_EIGHT: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "2.5d": ("adamw", (*WHOLE, *keys(tensor=8, tensor_mode="2.5d", depth=2))),
     "3d": ("adamw", (*WHOLE, *keys(tensor=8, tensor_mode="3d"))),
-    "ring, 2d": ("adamw", (*WHOLE, *TWO_D, *keys(sequence=2, sequence_mode="ring"))),
     "data, pipeline, 1d": ("adamw", (*HALVES, *keys(pipeline=2, tensor=2))),
     "ring, pipeline, 1d": ("adamw", (*PIECES, *keys(sequence=2, sequence_mode="ring", pipeline=2, tensor=2))),
     "data, pipeline, 1d, lamb": ("lamb", (*HALVES, *keys(pipeline=2, tensor=2))),
