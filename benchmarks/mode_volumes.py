@@ -85,7 +85,9 @@ def partners_of_hundred() -> list[Partners]:
             said = " and ".join(f"a {axis}" if axis != "tensor" else "the group of all" for axis in over)
             size = " and ".join(dict.fromkeys(str(mesh.size(axis)) for axis in over))
             of = f"each rank with the others of {said}, of {size} ranks"
-            found.append(Partners(mode, over, len(partners(mesh, over)), of + (" each" if len(over) > 1 else "")))
+            found.append(
+                Partners(mode, over, len(partners(mesh, over)), of + (" each" if len(over) > 1 else ""))
+            )
     return found
 
 

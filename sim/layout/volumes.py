@@ -52,9 +52,7 @@ def block_layout(
         ValueError: If the layout does not fit the model or the batch, naming the keys.
     """
     ranks = parallel.ranks_a_replica
-    layout = build_parallel(
-        parallel, spec, num_ranks=ranks, micro=micro, micro_batches=1, sequence=sequence
-    )
+    layout = build_parallel(parallel, spec, num_ranks=ranks, micro=micro, micro_batches=1, sequence=sequence)
     return layout, Mesh(ranks, ranks, dims=layout.dims)
 
 

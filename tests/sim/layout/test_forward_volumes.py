@@ -34,7 +34,9 @@ def test_forward_volume_of_a_block(spec, mode, ranks, depth, ring, tree):
     assert tree is None or f"{found.tree_bsh:.2f}" == tree
 
 
-@pytest.mark.parametrize(("mode", "ranks", "depth"), [("1d", 8, 1), ("2d", 9, 1), ("2.5d", 18, 2), ("3d", 8, 1)])
+@pytest.mark.parametrize(
+    ("mode", "ranks", "depth"), [("1d", 8, 1), ("2d", 9, 1), ("2.5d", 18, 2), ("3d", 8, 1)]
+)
 def test_forward_volume_is_the_closed_form_at_other_sizes(spec_of, mode, ranks, depth):
     """Sizes that no paper prints, and an MLP that is not four times as wide."""
     hidden, ffn, tokens, micro = 144, 432, 10, 72
