@@ -27,6 +27,8 @@ POLICY_COLOURS = {
     "zeropp": "#d55e00",
 }
 OTHER_COLOUR = "#555a66"
+# And for each tensor mode
+MODE_COLOURS = {"1d": "#0072b2", "2d": "#e69f00", "2.5d": "#009e73", "3d": "#cc79a7"}
 # also the order of a rank's tracks
 _STREAM_COLOURS = {
     "compute": "#3b7dd8",

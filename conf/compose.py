@@ -260,15 +260,24 @@ def _replicas(experiment: ExperimentConf) -> int:
     parallel, cluster = experiment.parallel, experiment.cluster
     model, ranks = parallel.ranks_a_replica, cluster.num_ranks
     where = f"(cluster.nodes={cluster.nodes} x cluster.devices_per_node={cluster.devices_per_node})"
+    said = f"parallel.tensor={parallel.tensor} times parallel.pipeline={parallel.pipeline}"
+    if model > parallel.tensor * parallel.pipeline:
+        said += f" times parallel.sequence={parallel.sequence}"
     if ranks % model:
-        said = f"parallel.tensor={parallel.tensor} times parallel.pipeline={parallel.pipeline}"
-        if model > parallel.tensor * parallel.pipeline:
-            said += f" times parallel.sequence={parallel.sequence}"
-        raise ValueError(f"{said} must divide the number of ranks, {ranks} {where}")
+        legal = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        raise ValueError(
+            f"{said} must divide the number of ranks, {ranks} {where}: the product is {model}, and can be one of {legal}"
+        )
     replicas = ranks // model
     if parallel.data not in (-1, replicas):
-        left = "the number of ranks, " if model == 1 else f"{replicas}, what tensor and pipeline leave of "
-        raise ValueError(f"parallel.data={parallel.data} must be -1 or {left}{ranks} {where}")
+        if model == 1:
+            raise ValueError(
+                f"parallel.data={parallel.data} must be -1 or the number of ranks, {ranks} {where}"
+            )
+        raise ValueError(
+            f"parallel.data={parallel.data} times {said} is {parallel.data * model}, and must be the number of ranks, "
+            f"{ranks} {where}: parallel.data can be -1 or {replicas}"
+        )
     return replicas
 
 
@@ -289,6 +298,11 @@ def _check(experiment: ExperimentConf, spec: ModelSpec, warnings: list[str]) -> 
         raise ValueError(
             f"optimizer={experiment.optimizer.name} needs engine=fsdp2, got engine={experiment.engine.value}: how that "
             "takes norms of what it cuts into flat parts is not modelled; use optimizer=adamw or sgd"
+        )
+    if parallel.sequence_mode == "megatron" and parallel.sequence not in (1, parallel.tensor):
+        raise ValueError(
+            f"parallel.sequence={parallel.sequence} must be 1 or parallel.tensor={parallel.tensor}: with "
+            "parallel.sequence_mode=megatron the ranks of a tensor group share the tokens; or use ring or ulysses"
         )
     if experiment.steps <= experiment.warmup_steps:
         warnings.append(

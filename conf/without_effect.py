@@ -23,6 +23,7 @@ from .schema import (
     Recompute,
     Target,
 )
+from .schema.parallel import AXES
 
 # key, value, default, whether something reads it, and what that takes
 Reader = tuple[str, object, object, bool, str]
@@ -227,20 +228,38 @@ def _of_the_layout(experiment: ExperimentConf) -> list[Reader]:
     parallel, usual = experiment.parallel, ParallelConf()
     megatron = experiment.engine is Engine.megatron
     torch = experiment.engine is Engine.fsdp2
-    of_stages = {
-        "pipeline_schedule": (megatron or torch, "engine=fsdp2 or megatron and parallel.pipeline > 1"),
-        "pipeline_overlap": (megatron, "engine=megatron and parallel.pipeline > 1"),
+    both = "engine=fsdp2 or megatron and "
+    apart = parallel.sequence_mode != "megatron" and parallel.sequence > 1
+    ring = torch and apart and parallel.sequence_mode == "ring"
+    causal = experiment.model.family not in ("bert", "vit")
+    piped, tensor = parallel.pipeline > 1, parallel.tensor > 1
+    readers = {
+        "pipeline_schedule": ((megatron or torch) and piped, f"{both}parallel.pipeline > 1"),
+        "pipeline_overlap": (megatron and piped, "engine=megatron and parallel.pipeline > 1"),
+        "virtual_stages": ((megatron or torch) and piped, f"{both}parallel.pipeline > 1"),
+        "tensor_mode": (tensor, "parallel.tensor > 1"),
+        "tensor_overlap": (
+            megatron and tensor,
+            "engine=megatron and parallel.tensor > 1",
+        ),
+        "sequence_mode": (parallel.sequence > 1, "parallel.sequence > 1"),
+        "zigzag": (
+            ring and causal,
+            "parallel.sequence > 1, parallel.sequence_mode=ring and a model whose tokens see only those before them",
+        ),
+        "order": (_orders(experiment), "two axes of more than one rank whose order it changes"),
     }
     return [
         *(
-            (
-                f"parallel.{key}",
-                getattr(parallel, key),
-                getattr(usual, key),
-                knows and parallel.pipeline > 1,
-                needs,
-            )
-            for key, (knows, needs) in of_stages.items()
+            (f"parallel.{key}", getattr(parallel, key), getattr(usual, key), read, needs)
+            for key, (read, needs) in readers.items()
+        ),
+        (
+            "parallel.tensor_mode",
+            parallel.tensor_mode,
+            usual.tensor_mode,
+            parallel.tensor_mode != "2.5d" or parallel.depth > 1 or not tensor,
+            "parallel.depth > 1: it is 2d",
         ),
         (
             # flash attention keeps no scores that could be computed again, and does so itself
@@ -258,6 +277,19 @@ def _of_the_layout(experiment: ExperimentConf) -> list[Reader]:
             "engine=fsdp2",
         ),
     ]
+
+
+def _orders(experiment: ExperimentConf) -> bool:
+    """Whether parallel.order puts axes of more than one rank in another order than the usual one."""
+    parallel = experiment.parallel
+    sizes = {
+        "tensor": parallel.tensor,
+        "sequence": parallel.sequence if parallel.sequence_mode != "megatron" else 1,
+        "data": experiment.cluster.num_ranks // parallel.ranks_a_replica,
+        "pipeline": parallel.pipeline,
+    }
+    given, usual = ([axis for axis in order if sizes[axis] > 1] for order in (parallel.order, AXES))
+    return experiment.engine is Engine.fsdp2 and given != usual
 
 
 def _flash(experiment: ExperimentConf) -> bool:

@@ -76,9 +76,19 @@ def check_schedule(schedule: str, *, stages: int, chunks: int, micro_batches: in
             f"parallel.virtual_stages={chunks} needs parallel.pipeline_schedule=interleaved, got {schedule}"
         )
     if schedule == "interleaved" and stages > 1 and micro_batches % stages:
+        fewer = micro_batches // stages * stages
+        legal = [count for count in (fewer, fewer + stages) if count]
+        rounds = max(1, micro_batches // stages)
+        torch_does = "refuses them too"
+        if micro_batches % rounds == 0:
+            each = micro_batches // rounds
+            torch_does = (
+                f"would go through them in {rounds} round{'s' * (rounds > 1)} of {each}, another order"
+            )
         raise ValueError(
             f"batch.accumulation={micro_batches} micro-batches must be a multiple of parallel.pipeline={stages} "
-            "with parallel.pipeline_schedule=interleaved"
+            f"with parallel.pipeline_schedule=interleaved, {' or '.join(map(str, legal))}: chunks take turns in groups "
+            f"of as many as there are stages (torch.distributed.pipelining {torch_does})"
         )
     if chunks > 1 and stages == 1:
         raise ValueError(
