@@ -39,7 +39,10 @@ MODES_OF_FOUR: Mapping[str, tuple[str, ...]] = {
 PRODUCTS_OF_FOUR: Mapping[str, tuple[str, ...]] = {
     "data, 1d, zeropp": (*keys(tensor=2), "comm=zeropp"),
     "data, ring, zero3": (*keys(sequence=2, sequence_mode="ring"), "comm=zero3"),
-    "ring, ddp": (*keys(sequence=4, sequence_mode="ring"), "comm=ddp"),  # no rank lacks gradients: no sum of norms
+    "ring, ddp": (
+        *keys(sequence=4, sequence_mode="ring"),
+        "comm=ddp",
+    ),  # no rank lacks gradients: no sum of norms
     "ring, pipeline": keys(sequence=2, sequence_mode="ring", pipeline=2),
     "1d, pipeline, gpipe": keys(tensor=2, pipeline=2, pipeline_schedule="gpipe"),
     "ulysses, 1d": keys(sequence=2, sequence_mode="ulysses", tensor=2),

@@ -62,11 +62,13 @@ def test_what_a_unit_took_beyond_its_products_is_shared_out_among_the_rest(make,
 
 
 def test_computation_that_was_timed_in_a_pipeline_had_some_cores_for_itself(make, spec_of):
-    """Two cores and four stages, of which 4 / 7 compute at a time: a rank that computes alone is 1 / (7 / 8) as fast."""
+    """Two cores, four stages of which 4 / 7 compute at a time: one that computes alone takes 7 / 8 as long."""
     measured_ns = 7_000_000
 
     def took_ns(**layout):
-        host = HostConf(cores=2, all_nodes=True, compute_ns={"forward/block": measured_ns, "backward/block": 0})
+        host = HostConf(
+            cores=2, all_nodes=True, compute_ns={"forward/block": measured_ns, "backward/block": 0}
+        )
         experiment = make(4, per_node=2, micro=4, cluster_host=host, cluster_backend=Backend.gloo, **layout)
         policy, _ = build_comm(experiment.comm, num_ranks=1, ranks_per_node=1)
         costs = Costs(experiment, spec_of(layers=4), policy)
