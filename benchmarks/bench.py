@@ -10,6 +10,7 @@ from collections.abc import Callable
 import chunks
 import codec_speed
 import convergence
+import layouts
 import offload
 import overhead
 import prediction
@@ -26,6 +27,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[], object]]] = {
     "offload": ("offload to disk", offload.main),
     "overhead": ("cost of the policy path", overhead.main),
     "prediction": ("truth of the predictions", lambda: prediction.main([])),
+    "layouts": ("truth of the predictions of layouts", lambda: layouts.main([])),
     "convergence": ("convergence under quantization", lambda: convergence.main([])),
 }
 

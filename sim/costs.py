@@ -73,6 +73,15 @@ class Costs:
             return 0
         return round(self.tally(work.key).flop / rate * 1e9)
 
+    @cached_property
+    def computing(self) -> float:
+        """The share of a step in which a rank of a pipeline computes, bubbles left out; 1 without one."""
+        layout = self.laid.model.layout if self.laid is not None else None
+        if layout is None or layout.stages == 1:
+            return 1.0
+        passes = layout.micro_batches * layout.chunks
+        return passes / (passes + layout.stages - 1)
+
     def tally(self, key: str) -> Tally:
         """What the computation of one unit takes of the device; `key` is such as "forward/block.0".
 

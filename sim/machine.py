@@ -64,6 +64,8 @@ class Machine:
         self._cores = _cores(cluster, self._per_host)
         # a probe times a rank while all ranks do the same: what it saw is this share of a core
         self.core_share = min(1.0, cluster.host.cores / self._per_host) if cluster.host.cores else 1.0
+        # computation is timed in its place, where not all ranks of a pipeline compute at once
+        self._compute_share = min(1.0, self.core_share / costs.computing)
         self._routes: dict[tuple[int, int, bool], tuple[Path, Route, bool]] = {}
         self._last_sent: dict[tuple[int, int], Any] = {}  # of each connection
 
@@ -122,7 +124,8 @@ class Machine:
             if slept_ns:
                 yield self.env.timeout(slept_ns)
             if ns > slept_ns:
-                amount = (ns - slept_ns) * self.core_share
+                share = self._compute_share if work.kind == "compute" else self.core_share
+                amount = (ns - slept_ns) * share
                 yield self.network.flow(amount, self._core_route(rank), limit=1.0)
 
     def sending(self, source: int, target: int) -> Any:

@@ -1,6 +1,7 @@
 """Predictions of layouts from what a local cluster measured, by hand."""
 
 import pytest
+import simpy
 
 from twinbed.conf.schema import Backend, HostConf
 from twinbed.policies.comm import build_comm
@@ -9,7 +10,8 @@ from twinbed.sim import constants
 from twinbed.sim.costs import Costs
 from twinbed.sim.interpreter import Transfer, Work
 from twinbed.sim.layout.shapes import BLOCK
-from twinbed.sim.machine import ARRIVAL_SKEW_NS
+from twinbed.sim.machine import ARRIVAL_SKEW_NS, Machine
+from twinbed.sim.topology import Topology
 
 
 @pytest.mark.parametrize(
@@ -57,3 +59,24 @@ def test_what_a_unit_took_beyond_its_products_is_shared_out_among_the_rest(make,
             assert costs.ns(work) > costs.slept_ns(work) == 0
     assert total == pytest.approx(measured_ns, rel=1e-4)
     assert costs.ns(Work("compute", "forward/block.0")) == pytest.approx(measured_ns, rel=1e-4)
+
+
+def test_computation_that_was_timed_in_a_pipeline_had_some_cores_for_itself(make, spec_of):
+    """Two cores, four stages of which 4 / 7 compute at a time: one that computes alone takes 7 / 8 as long."""
+    measured_ns = 7_000_000
+
+    def took_ns(**layout):
+        host = HostConf(
+            cores=2, all_nodes=True, compute_ns={"forward/block": measured_ns, "backward/block": 0}
+        )
+        experiment = make(4, per_node=2, micro=4, cluster_host=host, cluster_backend=Backend.gloo, **layout)
+        policy, _ = build_comm(experiment.comm, num_ranks=1, ranks_per_node=1)
+        costs = Costs(experiment, spec_of(layers=4), policy)
+        env = simpy.Environment()
+        machine = Machine(env, costs, Topology(experiment.cluster), folded=False)
+        whole = [Work("compute", "forward/block.0")]
+        env.run(until=env.process(machine.work(0, whole)))
+        return env.now
+
+    assert took_ns(tensor=4) == pytest.approx(measured_ns / 2, rel=0.01)
+    assert took_ns(pipeline=4, accumulation=4) == pytest.approx(measured_ns * 7 / 8, rel=0.01)
