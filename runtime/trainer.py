@@ -49,8 +49,8 @@ from .offload.host import host_memory
 from .optim.build import build_optimizer
 from .optim.trust import TrustRatioOptimizer
 from .outcome import RankReport, clock_name, decision_digest, write_outcome
-from .sharded_engine import ShardedEngine
 from .saved import SavedTensors
+from .sharded_engine import ShardedEngine
 from .stack import Stack, build_model
 from .worker import WorkerContext
 from .wrap import CommEngine, wrap_model

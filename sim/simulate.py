@@ -20,7 +20,16 @@ from .far import Way
 from .goodput import goodput_of
 from .ledger import RankClass, rank_classes
 from .machine import ARRIVAL_SKEW_NS
-from .memory import at_most, convention, memory_over_time, out_of_far_memory, out_of_memory, over_budget, peak, saved_bytes
+from .memory import (
+    at_most,
+    convention,
+    memory_over_time,
+    out_of_far_memory,
+    out_of_memory,
+    over_budget,
+    peak,
+    saved_bytes,
+)
 from .memory_clock import MemoryClock
 from .record import SimulatedRecord, collector_paused
 from .run import Run, Simulated

@@ -1,9 +1,9 @@
 """Ring self-attention as published (Li et al. 2021, Sequence Parallelism, section 3.2): encoders, whole rows of scores.
 
 A rank has its tokens' queries, keys and values. Keys go round, then values, N - 1 hops each; backward sends both round
-again, and sums the gradients of all keys and values, of which it keeps its own: in units of B Z (L / N) A elements sent per
-rank 2 (N - 1) forward and 6 (N - 1) backward. Nothing of it runs beside computation: the released code waits for the
-device at each hop. A rank's scores are [tokens / N, tokens]; kernels that keep them keep a share of 1 / N.
+again, and sums the gradients of all keys and values, of which it keeps its own: in units of B Z (L / N) A elements sent
+per rank 2 (N - 1) forward and 6 (N - 1) backward. Nothing of it runs beside computation: the released code waits for
+the device at each hop. A rank's scores are [tokens / N, tokens]; kernels that keep them keep a share of 1 / N.
 
 `ring` says the same with less: no scores, 4 (N - 1) backward, sends beside computation, and causal models.
 """

@@ -81,6 +81,9 @@ class LayoutEngine:
             layout, self._mesh, micro=micro, tokens=tokens, hidden=parts[0].model.spec.hidden
         )
         self._pipeline: Pipeline | None = None
+        self._lacks = (
+            placement is Placement.sharded or layout.tensor * layout.stages > 1
+        )  # some of the gradients
         self._weights = self._find_weights(placement)
         # Of the step that is being run
         self._clock: Clock = NoClock()
@@ -247,13 +250,16 @@ class LayoutEngine:
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> float | None:
-        """Each element counts once, however many ranks hold it; one all-reduce of one number over the world."""
+        """Each element counts once, however many ranks hold it; one all-reduce of one number over the world, where a
+        rank lacks some of the gradients.
+        """
         found = self._gradients()
         square = torch.zeros((), device=self._device)
         if found:
-            weights = torch.tensor([self._weights[name] for name in found], device=self._device)
+            counts = [self._weights[name] if self._lacks else 1.0 for name in found]
+            weights = torch.tensor(counts, device=self._device)
             square = (square_sums(list(found.values()), torch.float32) * weights).sum()
-        if self._mesh.num_ranks > 1:
+        if self._lacks:
             with self._ledger.span(LIBRARY_STREAM, "all_reduce"):
                 dist.all_reduce(square)
         norm = float(square.sqrt())

@@ -39,9 +39,7 @@ class _Stage:
         mesh = model.mesh
         self._rank = next(r for r in range(mesh.num_ranks) if mesh.index(PIPELINE, r) == stage)
         self._replicas, self._held = mesh.num_replicas, model.num_parameters(stage)
-        self._states = model_states(
-            experiment, policy, self._held, self._replicas, model.units(stage)
-        )
+        self._states = model_states(experiment, policy, self._held, self._replicas, model.units(stage))
         self._gathered, self._reducing = unit_buffers(experiment, policy, self._unit_bytes())
         self._known: dict[tuple[int, int, bool], Mapping[str, int]] = {}
 

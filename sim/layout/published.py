@@ -8,8 +8,8 @@ softmax are counted, and what tensor parallelism replicates is its input, BLH. S
     attention:  sequence - tensor = (1 - 1/N) (16 A Z H - B L H)
 
 so that for every N > 1 sequence parallelism holds less from BL = 32 H on (MLP), and from BL = 16 A Z on (attention).
-The simulator's and the runtime's own count differs: biases are weights too, norms keep a second BLH, and ring attention a
-copy of keys and values.
+The simulator's and the runtime's own count differs: biases are weights too, norms keep a second BLH, and ring attention
+a copy of keys and values.
 
 Letters: B sequences, L tokens of each, H hidden, Z heads, A head size.
 """

@@ -2,8 +2,8 @@
 save, each piece of it once.
 
 `layers` and `work` estimate what a GPU's kernels keep. Here are the modules as the runtime runs them (torch 2.13,
-eager, CPU kernels): views keep what they are views of, so that a fused matrix' output stays whole for as long as one of its
-parts does. Parameters and data are left out. A layer with a plan keeps what backward's plan reads of forward's; what
+eager, CPU kernels): views keep what they are views of, so that a fused matrix' output stays whole for as long as one of
+its parts does. Parameters and data are left out. A layer with a plan keeps what backward's plan reads of forward's; what
 lies between layers follows from the family.
 """
 
