@@ -69,6 +69,7 @@ EVERYWHERE: dict[str, tuple[ModelSpec, dict[str, Any]]] = {
     "ring contiguous": (GPT, {"sequence_mode": "ring", "zigzag": False}),
     "ring grouped": (LLAMA, {"sequence_mode": "ring"}),
     "ring bert": (BERT, {"sequence_mode": "ring"}),
+    "rsa bert": (BERT, {"sequence_mode": "rsa"}),
     "ulysses": (GPT, {"sequence_mode": "ulysses"}),
     "ulysses grouped": (LLAMA, {"sequence_mode": "ulysses"}),
 }

@@ -36,6 +36,15 @@ def check(ranks: list[dict[str, Any]], name: str, size: int) -> None:
         assert rows[0] == forward + backward
         return
     unit = share * keys  # B Z (L / N) A, a message is two
+    if "rsa" in name:  # Li et al. 2021: 2 (N - 1) forward, 6 (N - 1) backward
+        gathers, sums = (
+            [("layer", "all_gather", hops * unit)] * 2,
+            [("layer", "all_reduce", 2 * hops * unit)] * 2,
+        )
+        assert rows[0] == [("forward", *row) for row in gathers] + [
+            ("backward", *row) for row in gathers + sums
+        ]
+        return
     forward = [row for row in rows[0] if row[0] == "forward"]
     backward = [row for row in rows[0] if row[0] == "backward"]
     assert forward == [("forward", "ring", "send", 2 * unit)] * hops

@@ -169,16 +169,10 @@ def test_partitioned_and_replicated_activations_of_a_block(make, spec_of):
     heads = 16 * ROWS  # logarithms of sums, of each head
     deviations = 4 * ROWS  # mean and inverse deviation of two norms
     sums = 4 * ROWS  # of two norms' features and of their squares, of the tokens that are here
+    sizes = (("1d", 4, 1), ("1d", 16, 1), ("2d", 4, 1), ("2d", 16, 1), ("2.5d", 8, 2), ("3d", 8, 1))
     kept = {
         (mode, ranks): saved(make, spec, ranks, tensor=ranks, tensor_mode=mode, depth=depth).nbytes(BLOCK)
-        for mode, ranks, depth in (
-            ("1d", 4, 1),
-            ("1d", 16, 1),
-            ("2d", 4, 1),
-            ("2d", 16, 1),
-            ("2.5d", 8, 2),
-            ("3d", 8, 1),
-        )
+        for mode, ranks, depth in sizes
     }
     for ranks in (4, 16):
         q = round(ranks**0.5)
@@ -223,16 +217,16 @@ def test_where_they_cross_by_our_own_count(make, spec_of, n):
     def difference(paths, tokens):
         found = []
         for keys in ({"sequence": n, "sequence_mode": "ring"}, {"tensor": n}):
-            model = laid(make(n, micro=4, **keys), spec_of(sequence=tokens))
+            model = laid(make(n, micro=1, **keys), spec_of(sequence=tokens))
             own = sum(kept.nbytes for kept in model.saved.part(BLOCK) if kept.path in paths)
             tensors = model.stretch(0, 0).blocks[0].tensors
             own += sum(16 * t.numel for t in tensors if t.name.rpartition(".")[0] in paths)
             found.append(own)
         return found[0] - found[1]
 
-    mlp = (32 * H + 16) // 4  # tokens of each of four sequences
+    mlp = 32 * H + 16  # tokens, of one sequence
     assert difference(("fc1", "fc2"), mlp) == 0
     assert difference(("fc1", "fc2"), mlp - 16) > 0 > difference(("fc1", "fc2"), mlp + 16)
     for tokens in (2 * n, 256, 1024):
-        expected = 16 * (4 * H * H + 3 * H) * (n - 1) / n - 4 * 4 * tokens * H * ((n - 1) / n - 2 / n)
+        expected = 16 * (4 * H * H + 3 * H) * (n - 1) / n - 4 * tokens * H * ((n - 1) / n - 2 / n)
         assert difference(("qkv", "core", "proj"), tokens) == expected

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from twinbed.conf.schema import Backend, IntraNodeConf
+from twinbed.conf.schema import Attention, Backend, IntraNodeConf, KernelsConf
 from twinbed.policies.layout import Direction
 from twinbed.policies.layout.tokens import causal_work
 from twinbed.sim.costs import Costs
@@ -77,3 +77,31 @@ def test_folded_equals_step_by_step(make, spec_of, backend, zigzag):
         simulate(experiment, spec=spec_of(), fold=f).result["iteration_s"]["mean"] for f in (False, True)
     )
     assert folded == pytest.approx(apart, rel=1e-6 if backend is Backend.nccl else 0.05)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_ring_self_attention_as_published(make, spec_of, n):
+    """Li et al. 2021, section 3.2: in units of b s h / n, 2 (n - 1) forward and 6 (n - 1) backward; kernels that keep
+    scores keep [s / n, s] of each head, whose share is 1 / n of the whole.
+    """
+    keys = {"sequence": n, "sequence_mode": "rsa"}
+    spec = spec_of(family="bert", extra={"head": "masked_lm"}, tied_embeddings=True)
+    record = simulate(make(n, **keys), spec=spec, fold=False)
+    unit, sent = B * S * H // n * FP32, Counter()
+    for row in record.ledger:
+        if row.iteration == 0 and row.rank == 0 and row.layer == "block.0.attention.self.core":
+            sent[row.phase] += row.wire_bytes
+    assert sent == {"forward": 2 * (n - 1) * unit, "backward": 6 * (n - 1) * unit}
+    kept = {}
+    for attention in Attention:
+        kernels = KernelsConf(attention=attention)
+        experiment = make(n, cluster_backend=Backend.nccl, kernels=kernels, **keys)
+        kept[attention] = Costs(experiment, spec, None).laid.model.saved_bytes(BLOCK)
+    assert kept[Attention.unfused] - kept[Attention.flash] == B * 8 * (S // n) * S * FP32
+
+
+def test_ring_self_attention_as_published_is_not_causal(make, spec_of):
+    with pytest.raises(
+        ValueError, match=r"parallel\.sequence_mode=rsa with model\.family=gpt.*use sequence_mode=ring"
+    ):
+        simulate(make(4, sequence=4, sequence_mode="rsa"), spec=spec_of())
