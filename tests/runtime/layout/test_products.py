@@ -8,9 +8,9 @@ import pytest
 Launch = Callable[..., list[Any]]
 
 LIMIT = 1e-5  # relative L2 of each parameter's gradient, fp32
-# ZeRO++ with weights and gradients of 8 bits in blocks of 64. Of a block's largest element a value is off by at most
-# 1/254, and sums of many such by less; of all gradients together
-QUANTIZED = 0.05
+# ZeRO++ with weights and gradients of 8 bits in blocks of 64, of all gradients together: 0.1 of the ViT, whose pictures
+# are noise, and less of the others. The same product under zero3 holds LIMIT
+QUANTIZED = 0.15
 
 
 def check(ranks: list[dict[str, Any]]) -> None:
@@ -28,6 +28,10 @@ def check(ranks: list[dict[str, Any]]) -> None:
             for what in ("losses", "norm"):
                 if not found[what] <= (QUANTIZED if quantized else LIMIT):
                     off[what] = found[what]
+            if "ring, pipeline" in case:  # nothing is gathered over the ring, nor between stages
+                over = {(axis, op) for _, _, op, axis, _ in found["rows"] if axis in ("sequence", "pipeline")}
+                assert over <= {("sequence", "send"), ("sequence", "all_reduce"), ("pipeline", "send")}, case
+                assert ("sequence", "send") in over, case
             if off:
                 wrong[f"{case}, rank {rank}"] = off
         assert names == ranks[0][case]["names"], case
