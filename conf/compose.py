@@ -266,8 +266,8 @@ def _replicas(experiment: ExperimentConf) -> int:
     if ranks % model:
         legal = [n for n in range(1, ranks + 1) if ranks % n == 0]
         raise ValueError(
-            f"{said} must divide the number of ranks, {ranks} {where}: the product is {model}, and can be one of "
-            f"{legal}"
+            f"{said} must divide the number of ranks, {ranks} {where}: the product is {model}, and can be "
+            f"one of {legal}"
         )
     replicas = ranks // model
     if parallel.data not in (-1, replicas):

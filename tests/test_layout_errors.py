@@ -1,5 +1,4 @@
-"""Layouts that cannot be: one error that names keys, values and what is legal, on every target, before a process
-starts."""
+"""Layouts that cannot be: one error with keys, values and what is legal, on every target, before a process starts."""
 
 import json
 import os
