@@ -307,9 +307,8 @@ class ClusterConf:
     # a list of {rank, at_s} or {node, at_s, until_s} (of a node: its links, which carry nothing until then, or never
     # again), or {mtbf_s, link_mtbf_s}: the first of a rank and of a node's links, drawn by `seed`
     failures: Any = None
-    emulated_flops_per_s: float | None = (
-        None  # the runtime sleeps matmuls out to it, a unit's or (layouts) each
-    )
+    # the runtime sleeps matmuls out to it, a unit's or (layouts) each
+    emulated_flops_per_s: float | None = None
     guesses: dict[str, Any] = field(default_factory=dict)  # guessed key -> [worst, best]
     fitted: dict[str, str] = field(default_factory=dict)  # key that was fitted -> on which published rows
     source: str = ""  # where the figures come from
