@@ -1,8 +1,9 @@
 """Measured bytes of what autograd keeps for backward, unit by unit: each piece of memory once.
 
 What counts is memory, not tensors: a view keeps all that it is a view of, and what two functions keep is there once.
-Left out are parameters (also those that a library has gathered for the time of a unit) and the data that a model is given.
-Kept by a recomputation (`torch.utils.checkpoint`) is what it begins with; what it makes anew in backward is not seen.
+Left out are parameters (also those that a library has gathered for the time of a unit) and the data that a model is
+given. Kept by a recomputation (`torch.utils.checkpoint`) is what it begins with; what it makes anew in backward
+is not seen.
 """
 
 from collections import Counter

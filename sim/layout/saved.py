@@ -3,8 +3,8 @@ save, each piece of it once.
 
 `layers` and `work` estimate what a GPU's kernels keep. Here are the modules as the runtime runs them (torch 2.13,
 eager, CPU kernels): views keep what they are views of, so that a fused matrix' output stays whole for as long as one of
-its parts does. Parameters and data are left out. A layer with a plan keeps what backward's plan reads of forward's; what
-lies between layers follows from the family.
+its parts does. Parameters and data are left out. A layer with a plan keeps what backward's plan reads of forward's;
+what lies between layers follows from the family.
 """
 
 from collections.abc import Iterator, Sequence
@@ -135,7 +135,10 @@ def saved_on_cpu(experiment: ExperimentConf, spec: ModelSpec) -> SavedOnCpu | No
 
 
 def keeps_as_on_cpu(experiment: ExperimentConf, spec: ModelSpec) -> bool:
-    """Whether it is known to the byte."""
+    """Whether it is known to the byte; not of kernels that are asked for, which CPUs do not have."""
+    asked = experiment.kernels
+    if (asked.attention, asked.fusion, asked.dropout) != (None, None, None):
+        return False
     return (
         experiment.engine is Engine.fsdp2
         and experiment.cluster.backend is Backend.gloo
