@@ -135,7 +135,10 @@ def saved_on_cpu(experiment: ExperimentConf, spec: ModelSpec) -> SavedOnCpu | No
 
 
 def keeps_as_on_cpu(experiment: ExperimentConf, spec: ModelSpec) -> bool:
-    """Whether it is known to the byte."""
+    """Whether it is known to the byte; not of kernels that are asked for, which CPUs do not have."""
+    asked = experiment.kernels
+    if (asked.attention, asked.fusion, asked.dropout) != (None, None, None):
+        return False
     return (
         experiment.engine is Engine.fsdp2
         and experiment.cluster.backend is Backend.gloo
