@@ -69,7 +69,7 @@ class WholeNorms:
             self._shares = torch.tensor(shares, dtype=self._dtype, device=parameters[0].device)
             self._cuts = [([holders.group], list(range(len(parameters))))]
             return
-        # By ranks, and not by the groups' names: meshes of the same ranks and names are equal to torch, which may give a
+        # By ranks, not by the groups' names: meshes of the same ranks and names are equal to torch, which may give a
         # DTensor the mesh of an earlier training in this process, with another group
         cuts: dict[tuple[tuple[int, ...], ...], tuple[list[dist.ProcessGroup], list[int]]] = {}
         for place, parameter in enumerate(parameters):
