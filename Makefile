@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench gpu-check clean install
+.PHONY: demo test test-long lint bench gpu-check clean install
 
 install: $(STAMP)
 
@@ -26,6 +26,9 @@ lint: install
 
 test: lint
 	$(BIN)/python tests/run_all.py
+
+test-long: install
+	$(BIN)/python -m pytest -m long
 
 bench: install
 	$(BIN)/python benchmarks/bench.py

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 CHECKPOINTS = "checkpoints"
 _MANIFEST = "twinbed.json"
-_VERSION = 3  # 2: placement and files; 3: the layout
+_VERSION = 3
+_BEFORE_LAYOUTS = 2  # without `parallel`, and else the same
 _FULL_BYTES = 64 << 10  # less is free where a write has failed: the disk is full
 
 
@@ -255,8 +256,8 @@ def _read_manifest(folder: Path) -> Checkpoint:
     path = folder / _MANIFEST
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        if values["version"] != _VERSION:
-            raise ValueError(f"version {values['version']}, must be {_VERSION}")
+        if values["version"] not in (_BEFORE_LAYOUTS, _VERSION):
+            raise ValueError(f"version {values['version']}, must be {_BEFORE_LAYOUTS} or {_VERSION}")
         return Checkpoint(
             folder,
             step=int(values["step"]),
@@ -264,7 +265,7 @@ def _read_manifest(folder: Path) -> Checkpoint:
             model=dict(values["model"]),
             optimizer=str(values["optimizer"]),
             placement=Placement(values["placement"]).value,
-            parallel=dict(values["parallel"]),
+            parallel=dict(values["parallel"] if values["version"] == _VERSION else {}),
             files={str(name): int(nbytes) for name, nbytes in dict(values["files"]).items()},
         )
     except KeyError as err:

@@ -2,6 +2,8 @@
 
     python tests/run_all.py [arguments of pytest]
 
+Without those marked `long`, which `make test-long` runs.
+
 What both print comes in order: first of those with ranks, as they go on, then of the others. Exits with 1 if one fails.
 """
 
@@ -16,6 +18,7 @@ ALONE = ("analysis", "conf", "kernels", "policies", "sim")  # no ranks
 
 def main(arguments: list[str]) -> int:
     """Run both; the exit status."""
+    arguments = ["-m", "not long", *arguments]
     alone = [FOLDER / name for name in ALONE]
     with_ranks = sorted(
         path

@@ -112,7 +112,7 @@ def spec():
 
 
 def checkpoint(folder: Path) -> Checkpoint:
-    return Checkpoint(folder / "checkpoint", 0, None, {}, "adamw", "sharded", {})
+    return Checkpoint(folder / "checkpoint", 0, None, {}, "adamw", "sharded", {}, {})
 
 
 def save(folder: Path, mode: str) -> dict[str, object]:
