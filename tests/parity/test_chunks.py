@@ -115,7 +115,7 @@ def cases(model: tuple[str, ...], nodes: int, per_node: int) -> dict[str, tuple[
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), (2, 2), (2, 4)])
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), (2, 2), pytest.param(2, 4, marks=pytest.mark.long)])
 def test_both_targets_carry_chunks_out_alike(
     nodes: int, per_node: int, odd_model: Any, run_cases: Callable[..., Any], same_ledger: Callable[..., Any]
 ) -> None:

@@ -53,7 +53,9 @@ def cases_on(model: tuple[str, ...], nodes: int, per_node: int) -> dict[str, tup
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("nodes", "per_node"), [(1, 2), (2, 1), (2, 2), (2, 4)])
+@pytest.mark.parametrize(
+    ("nodes", "per_node"), [(1, 2), (2, 1), (2, 2), pytest.param(2, 4, marks=pytest.mark.long)]
+)
 def test_ledgers_are_equal(
     nodes: int, per_node: int, odd_model: Any, run_cases: Callable[..., Any], same_ledger: Callable[..., Any]
 ) -> None:

@@ -97,6 +97,7 @@ def test_what_four_ranks_hold(run_cases: Callable[..., Any]) -> None:
     assert differences(run_cases(cases(4, MODES_OF_FOUR, *MODELS))) == {}
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(400)

@@ -93,6 +93,7 @@ def test_pipelines_run_forward_and_backward_in_one_call(launch):
             assert run["parts"] < 0.6, "a stage has its own blocks only"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # of a busy machine
 @pytest.mark.distributed

@@ -80,6 +80,7 @@ def test_gradients_and_losses_are_those_of_one_process(launch_ranks):
         assert names == set(wanted), name
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(240)

@@ -45,6 +45,7 @@ def test_products_of_four(launch: Launch) -> None:
     check(launch("ranks_products", "four", 4, timeout_s=300.0))
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(400)

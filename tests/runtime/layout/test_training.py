@@ -148,6 +148,7 @@ def test_losses_on_four_ranks(tmp_path: Path, alone: dict[str, dict[str, Any]]) 
     check(tmp_path, 4, OF_FOUR, alone)
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(300)
