@@ -129,6 +129,8 @@ def run_experiment(config: DictConfig, folder: Path) -> None:
         _write_failed(folder, {str(k): v for k, v in plain.items()}, str(err))
         raise ExperimentError(str(err)) from err
     composed = _named(composed, policy)
+    if seen.num_ranks == 1 < composed.experiment.cluster.num_ranks:
+        warnings = (f"comm={policy.name} moves nothing: parallel.* leaves one replica of the model",)
     warnings = (*composed.warnings, *warnings, *_unshaped_by(composed.experiment))
     for warning in warnings:
         sys.stderr.write(f"twinbed: warning: {warning}\n")

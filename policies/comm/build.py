@@ -40,7 +40,7 @@ def build_comm(conf: CommConf, *, num_ranks: int, ranks_per_node: int) -> tuple[
     path = conf.gradient_path if conf.zero_quantized_gradients else None
     if num_ranks == 1:
         path, hpz_size = None, 1
-        warnings = [f"comm={conf.name} moves nothing: one rank holds all of its part of the model"]
+        warnings = []
     if path is not None and num_ranks == ranks_per_node:
         warnings.append(
             "comm.zero_quantized_gradients has no effect on one node: gradients are reduce-scattered "

@@ -136,6 +136,9 @@ class _Passes:
     def begin_micro_batch(self, index: int, count: int) -> None:
         self._part.replicas.begin_micro_batch(index, count)
 
+    def end_micro_batch(self) -> None:
+        """Nothing: there is no record that holds decisions."""
+
     def finish_gradients(self) -> None:
         self._part.replicas.finish_gradients()
 
