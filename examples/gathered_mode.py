@@ -21,6 +21,7 @@ class Gathered:
     """Matrices lie in parts [out / p, in] over the ranks; activations are cut by sequences."""
 
     name = "gathered"
+    by_dtensor = False
     vocab_parts: int
 
     def __init__(self, conf: ParallelConf) -> None:

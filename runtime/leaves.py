@@ -5,13 +5,14 @@ Shapes: B sequences, T tokens, D features, H heads, K key heads, E head size, V 
 """
 
 import math
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 
-class Table(nn.Module):
+class Table(nn.Module, ABC):
     """Adds to each token a row of a table.
 
     Attributes:
@@ -22,9 +23,9 @@ class Table(nn.Module):
         super().__init__()
         self.token_index: Tensor | None = None
 
+    @abstractmethod
     def table(self) -> Tensor:
         """[S, D]."""
-        raise NotImplementedError
 
     def rows(self, x_BTD: Tensor, first: int = 0) -> Tensor:
         """[T] int64, those of the tokens that are here."""

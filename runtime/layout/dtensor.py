@@ -24,7 +24,6 @@ from torch.nn import functional
 from ...policies.layout import ParallelLayout
 from ...policies.layout.common import LAYER_STREAM
 from ...policies.layout.layers import Kind, Layer, Role
-from ...policies.layout.modes import Megatron
 from ...policies.mesh import TENSOR
 from ..groups import Groups
 from ..ledger import Ledger, Library
@@ -33,11 +32,8 @@ from .pace import Rate, linear_flop
 
 
 def is_served(layout: ParallelLayout, layer: Layer) -> bool:
-    """Whether a layer can be computed so: products and words of 1D without Megatron's sequence parallelism, whose
-    inputs are gathered anew in backward, which DTensor does not.
-    """
-    mode = layout.mode
-    if not isinstance(mode, Megatron) or mode.sequence or mode.size == 1:
+    """Whether a layer can be computed so: products in pairs and words, of a mode that says so."""
+    if not layout.mode.by_dtensor:
         return False
     return layer.kind in (Kind.embedding, Kind.tied) or (
         layer.kind is Kind.linear and layer.role is not Role.whole

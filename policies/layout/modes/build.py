@@ -13,7 +13,7 @@ from .sizes import cube_side, square_side
 from .summa import Summa
 
 # What engines ask of a mode (`mode.TensorMode`)
-_MODE = ("name", "dims", "outer", "cuts", "plan", "check", "vocab_parts")
+_MODE = ("name", "dims", "outer", "cuts", "plan", "check", "vocab_parts", "by_dtensor")
 
 MakeMode = Callable[[ParallelConf], TensorMode]
 

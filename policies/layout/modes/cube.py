@@ -43,6 +43,10 @@ class Cube:
         return Border(batch=(X, Y), features=(Z,))
 
     @property
+    def by_dtensor(self) -> bool:
+        return False
+
+    @property
     def vocab_parts(self) -> int:
         return self.side * self.side
 

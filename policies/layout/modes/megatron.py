@@ -44,6 +44,10 @@ class Megatron:
         return Border(features=(TENSOR,))
 
     @property
+    def by_dtensor(self) -> bool:
+        return self.size > 1 and not self.sequence  # which gathers inputs anew in backward
+
+    @property
     def vocab_parts(self) -> int:
         return self.size
 

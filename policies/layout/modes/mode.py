@@ -74,6 +74,11 @@ class TensorMode(Protocol):
         ...
 
     @property
+    def by_dtensor(self) -> bool:
+        """Whether torch's DTensor sends for its products and words what the plans say, so that it may compute them."""
+        ...
+
+    @property
     def vocab_parts(self) -> int:
         """What a vocabulary is padded to a multiple of."""
         ...

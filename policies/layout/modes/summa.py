@@ -61,6 +61,10 @@ class Summa:
         return Border(batch=(*deep, COLUMN), features=(ROW,))
 
     @property
+    def by_dtensor(self) -> bool:
+        return False
+
+    @property
     def vocab_parts(self) -> int:
         return self.side
 

@@ -67,8 +67,8 @@ def result(folder, name):
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_gradients_and_losses_are_those_of_one_process(launch_ranks):
-    found = launch_ranks("ranks_pipeline", "gradients", 4)
+def test_gradients_and_losses_are_those_of_one_process(launch):
+    found = launch("ranks_pipeline", "gradients", 4)
     for name in found[0]:
         names = set()
         for rank in range(4):
@@ -84,8 +84,8 @@ def test_gradients_and_losses_are_those_of_one_process(launch_ranks):
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_zeropp_over_replicas_on_two_nodes(launch_ranks):
-    found = launch_ranks("ranks_pipeline", "quantized", 8)
+def test_zeropp_over_replicas_on_two_nodes(launch):
+    found = launch("ranks_pipeline", "quantized", 8)
     for rank in range(8):
         for name, (off, losses, wanted, small, secondary) in found[rank].items():
             assert 1e-4 < off < 0.2, f"{name}: weights and gradients are of 8 bits"
@@ -98,8 +98,8 @@ def test_zeropp_over_replicas_on_two_nodes(launch_ranks):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
-def test_norms_over_ranks_that_hold_parts_count_each_element_once(launch_ranks):
-    for cut, alike in launch_ranks("ranks_pipeline", "holders", 2):
+def test_norms_over_ranks_that_hold_parts_count_each_element_once(launch):
+    for cut, alike in launch("ranks_pipeline", "holders", 2):
         assert cut < 1e-6
         assert alike < 1e-6
 
@@ -176,8 +176,8 @@ def expected(stages, schedule, chunks, comm, tied, stage, world):
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_rows_stand_in_the_written_order(launch_ranks):
-    found = launch_ranks("ranks_pipeline", "rows", 4)
+def test_rows_stand_in_the_written_order(launch):
+    found = launch("ranks_pipeline", "rows", 4)
     for name in found[0]:
         for rank in range(4):
             keys, comm, tied, rows, off = found[rank][name]
