@@ -1,7 +1,10 @@
 """From a model of one process and a few keys to a parallel one."""
 
+import atexit
 import copy
+import gc
 import os
+import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -175,15 +178,24 @@ def _policy(
 
 
 def _join(device: torch.device) -> None:
-    """The default process group, if there is none."""
+    """The default process group, if there is none; it ends with the script."""
     if dist.is_initialized():
         return
+    atexit.register(_leave)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def _leave() -> None:
+    """End the threads of gloo before the interpreter's: one that lets go of a last tensor later aborts the process."""
+    failed = hasattr(sys, "last_value")  # something may be under way with a rank that is gone, and would be waited for
+    if dist.is_initialized() and not failed:
+        dist.destroy_process_group()
+        gc.collect()
 
 
 @torch.no_grad()
