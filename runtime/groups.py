@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..policies.mesh import OF_REPLICAS, PIPELINE, REPLICAS, WORLD, Mesh
+from ..policies.mesh import DATA, OF_REPLICAS, PIPELINE, REPLICAS, SEQUENCE, WORLD, Mesh
 
 STAGE = "stage"  # all ranks that hold the same layers
 
@@ -83,13 +83,36 @@ class Groups:
         return self._of_replicas
 
     def device_mesh(self, device: torch.device) -> DeviceMesh:
-        """The mesh's world as the one dimension over which FSDP2 shards; to be asked for on all ranks."""
+        """All axes as one mesh of torch's on these groups, to be asked for on all ranks.
+
+        Its dimensions are those of `Mesh.dims` that have several ranks, consecutive ranks last; in the place of data
+        and sequence stands `replicas`, over which FSDP2 shards, also of one rank.
+        """
         if self._device_mesh is None:
             self._device_mesh = self._new_device_mesh(device)
         return self._device_mesh
 
     def _new_device_mesh(self, device: torch.device) -> DeviceMesh:
-        return DeviceMesh(device.type, torch.arange(self.mesh.num_ranks), mesh_dim_names=(WORLD,))
+        names = [name for name, size in reversed(self.mesh.dims) if size > 1]
+        names = list(dict.fromkeys(REPLICAS if name in (DATA, SEQUENCE) else name for name in names))
+        names = names if REPLICAS in names else [REPLICAS, *names]
+        return DeviceMesh.from_group(
+            [self._group_of_torch(name) for name in names],
+            device.type,
+            mesh=torch.arange(self.mesh.num_ranks).reshape([self._groups[name].size for name in names]),
+            mesh_dim_names=tuple(names),
+        )
+
+    def _group_of_torch(self, axis: str) -> dist.ProcessGroup:
+        """Also of one rank: torch wants a group for it."""
+        mine = self._groups[axis].handle
+        if mine is None:
+            for rank in range(self.mesh.num_ranks):
+                group = dist.new_group([rank])
+                if rank == self.rank:
+                    mine = group
+        assert mine is not None, "a group was made for each rank"
+        return mine
 
 
 class _View(Groups):
@@ -104,14 +127,7 @@ class _View(Groups):
         self._device_mesh = None
 
     def _new_device_mesh(self, device: torch.device) -> DeviceMesh:
-        mine = self._groups[WORLD].handle
-        if mine is None:  # FSDP2 wants a group also of one rank
-            for rank in range(self._whole.mesh.num_ranks):
-                group = dist.new_group([rank])
-                if rank == self.world_rank:
-                    mine = group
-        assert mine is not None, "a group was made for each rank"
-        return DeviceMesh.from_group(mine, device.type, mesh_dim_names=(REPLICAS,))
+        return self._whole.device_mesh(device)[REPLICAS]
 
 
 def _stages(mesh: Mesh) -> tuple[tuple[int, ...], ...]:

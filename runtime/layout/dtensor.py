@@ -25,7 +25,6 @@ from ...policies.layout import ParallelLayout
 from ...policies.layout.common import LAYER_STREAM
 from ...policies.layout.layers import Kind, Layer, Role
 from ...policies.mesh import TENSOR
-from ..groups import Groups
 from ..ledger import Ledger, Library
 from .modules import Source, Together, replace_call
 from .pace import Rate, linear_flop
@@ -38,13 +37,6 @@ def is_served(layout: ParallelLayout, layer: Layer) -> bool:
     return layer.kind in (Kind.embedding, Kind.tied) or (
         layer.kind is Kind.linear and layer.role is not Role.whole
     )
-
-
-def tensor_mesh(groups: Groups, device: torch.device) -> DeviceMesh:
-    """The tensor group; it reuses the process group."""
-    handle = groups[TENSOR].handle
-    assert handle is not None, "there are several ranks"
-    return DeviceMesh.from_group(handle, device.type, mesh_dim_names=(TENSOR,))
 
 
 def parallelize(

@@ -4,16 +4,15 @@ Modules keep their types, and parameters their names.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ...policies.layout import Direction, ParallelLayout
 from ...policies.layout.border import Border, num_parts
 from ...policies.layout.layers import Kind, Layer
-from ...policies.mesh import Mesh
+from ...policies.mesh import TENSOR, Mesh
 from ..collectives import Collectives
 from ..dropout import Dropout
 from ..groups import Groups
@@ -21,7 +20,7 @@ from ..leaves import ByPosition, CountRight, CrossEntropy, FirstToken, Owned, Po
 from ..ledger import Ledger
 from ..stack import Stack
 from .autograd import Program
-from .dtensor import is_served, parallelize, tensor_mesh
+from .dtensor import is_served, parallelize
 from .functions import Context, first_rows
 from .interpreter import LayerInterpreter
 from .modules import Planned, PlannedCore, PlannedLoss, PlannedPositions, Source, Together, replace_call
@@ -136,7 +135,6 @@ class _LayingOut:
     micro: int
     sequence: int
     library: bool
-    _mesh_of_library: DeviceMesh | None = field(default=None, init=False)
 
     def all(self, stage: int, chunk: int) -> LaidOut:
         units = self.model.units()
@@ -208,7 +206,7 @@ class _LayingOut:
             parallelize(
                 module,
                 layer,
-                mesh=self._tensor_mesh(),
+                mesh=self.groups.device_mesh(next(self.model.parameters()).device)[TENSOR],
                 ledger=self.interpreter.ledger,
                 label=f"{unit}.{layer.path}",
                 weights=[_source(each["weight"]) for each in found],
@@ -268,12 +266,6 @@ class _LayingOut:
                 case _:
                     return
             replace_call(module, rate.around(module.forward, flop))
-
-    def _tensor_mesh(self) -> DeviceMesh:
-        if self._mesh_of_library is None:
-            device = next(self.model.parameters()).device
-            self._mesh_of_library = tensor_mesh(self.groups, device)
-        return self._mesh_of_library
 
     def _context(self, module: nn.Module) -> Context:
         eps = getattr(module, "eps", None)

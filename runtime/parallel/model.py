@@ -44,6 +44,7 @@ class ParallelModel(nn.Module):
     Attributes:
         stacks: The parts of the model that compute here.
         rank: Of this process.
+        device_mesh: torch's mesh of all axes (`Groups.device_mesh`), for a script's own collectives.
         ledger: What was communicated.
         warnings: Keys without effect.
         dropout_clock: Where the training is. A script sets it before each forward, with the first sequence of the whole
@@ -69,6 +70,7 @@ class ParallelModel(nn.Module):
         self._parts = parts
         self._caller, self._conf, self._layout = caller, conf, layout
         self._groups, self._mesh, self.rank = groups, groups.mesh, groups.rank
+        self.device_mesh = groups.device_mesh(next(parts[0].stack.parameters()).device)
         self._sizes: tuple[int, int] | None = None  # sequences of a micro-batch, tokens of each, as last told
         self._stepped = False
         self._watch = WeightsWatch([part.stack for part in parts], self._has_stepped)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from twinbed.conf.schema import Backend
-from twinbed.policies.mesh import DATA, LOCAL, NODE, TENSOR, WORLD, Mesh
+from twinbed.policies.layout.modes.summa import COLUMN, ROW
+from twinbed.policies.mesh import DATA, LOCAL, NODE, PIPELINE, SEQUENCE, TENSOR, WORLD, Dims, Mesh
 from twinbed.policies.plan import (
     AllGather,
     AllReduce,
@@ -166,10 +167,34 @@ def replicas() -> dict[str, Any]:
     }
 
 
+def meshes_of_torch() -> dict[str, Any]:
+    """The one mesh of torch's for a product, by the sizes of its axes."""
+    products: dict[str, Dims] = {
+        "plain": ((DATA, 4),),
+        "1d": ((TENSOR, 2), (SEQUENCE, 1), (DATA, 2)),
+        "2d": ((ROW, 2), (COLUMN, 2)),
+        "pipeline": ((SEQUENCE, 2), (DATA, 1), (PIPELINE, 2)),
+    }
+    found = {}
+    for name, dims in products.items():
+        groups = Groups(Mesh(4, 2, dims=dims))
+        mesh = groups.device_mesh(torch.device("cpu"))
+        assert mesh.mesh_dim_names is not None
+        found[name] = {
+            each: (
+                tuple(mesh[each].mesh.tolist()),
+                mesh.get_group(each) is groups[each].handle,
+                groups.of_replicas().device_mesh(torch.device("cpu")).mesh.tolist(),
+            )
+            for each in mesh.mesh_dim_names
+        }
+    return found
+
+
 def all_words() -> dict[str, Any]:
     words()
     shifts_and_trees()
-    return {"rows": rows(), "replicas": replicas()}
+    return {"rows": rows(), "replicas": replicas(), "meshes": meshes_of_torch()}
 
 
 if __name__ == "__main__":

@@ -35,3 +35,15 @@ def test_words_rows_and_groups(launch: Launch) -> None:
             ("reduce", "all_reduce", "replicas", 2, 24),
             ("library", "all_reduce", "tensor", 2, 0),
         ]
+        pair, apart = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+        ours = True  # the process group is the one that plans use
+        assert found["meshes"] == {
+            "plain": {"replicas": ((0, 1, 2, 3), ours, [0, 1, 2, 3])},
+            "1d": {"replicas": (tuple(apart), ours, apart), "tensor": (tuple(pair), ours, apart)},
+            "2d": {
+                "replicas": ((rank,), False, [rank]),
+                "column": (tuple(apart), ours, [rank]),
+                "row": (tuple(pair), ours, [rank]),
+            },
+            "pipeline": {"pipeline": (tuple(apart), ours, pair), "replicas": (tuple(pair), ours, pair)},
+        }
