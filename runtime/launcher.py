@@ -1,45 +1,32 @@
 """Start the ranks of a local launch, watch them, and clean up whatever happens. Imports no torch.
 
-Ranks are plain processes with torchrun's environment and not children of torchrun: its agent imports torch
-before it starts the first rank, which on two cores is a quarter of a short launch, and it cannot start a rank
-inside a namespace. On a real cluster torchrun starts the same worker (`script`).
+Ranks are processes with torchrun's environment and not children of torchrun, which cannot start a rank inside a
+namespace: a host imports torch once and forks them (`rank_host`). On a real cluster torchrun starts the same worker
+(`script`).
 """
 
 import contextlib
 import json
-import os
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from ..analysis.record import RESULT, new_result, write_text
-from ..conf.schema import Backend, ClusterConf, InterNodeConf
+from ..conf.schema import ClusterConf, InterNodeConf
 from .case import TRAIN, Case, finished_marker, write_launch
 from .cluster.local import LinkShape, LocalCluster
 from .failure import Cause, Heartbeat, clear_traces, find_cause, read_failures
+from .ranks import RankProcesses
 
 _POLL_S = 0.05
 _GRACE_S = 2.0  # for the others to say what they saw, once a rank has failed
 _STACKS_S = 0.3  # for ranks that hang to write where they are
-_PORT_IN_NODE = 29500  # a node of a shaped cluster is a namespace: no port in it is taken
-_TAIL_LINES = 40
-
-# Gradients and gathered weights come and go every layer: glibc would give their pages back to the kernel and
-# fault them in again, which costs a third of an iteration on two cores.
-_MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": str(2**30),
-    "MALLOC_TRIM_THRESHOLD_": str(2**34),
-    "MALLOC_TOP_PAD_": str(2**26),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +93,8 @@ def launch_local(
         _say(f"links are not shaped: {reason}")
     try:
         with nodes, _terminable():
-            cause = _Launch(folder, nodes, cluster, cases, show_progress).run(timeout_s)
+            ranks = RankProcesses(folder, nodes, cluster, show_progress=show_progress)
+            cause = _Launch(folder, cases, ranks).run(timeout_s)
     except BaseException as err:
         if isinstance(err, KeyboardInterrupt | SystemExit):
             text = "interrupted"
@@ -139,100 +127,25 @@ def _link(inter: InterNodeConf) -> LinkShape:
         raise ValueError(f"{err} (link.bandwidth_Bps={what})") from err
 
 
-@dataclass(slots=True)
-class _Rank:
-    process: subprocess.Popen[bytes]
-    reader: threading.Thread
-    tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
-
-
 class _Launch:
     """The ranks of one launch."""
 
-    def __init__(
-        self,
-        folder: Path,
-        nodes: LocalCluster,
-        cluster: ClusterConf,
-        cases: Sequence[Case],
-        show_progress: bool,
-    ) -> None:
-        self._folder, self._nodes, self._cluster, self._cases = folder, nodes, cluster, cases
-        self._show_progress = show_progress
-        self._ranks: list[_Rank] = []
+    def __init__(self, folder: Path, cases: Sequence[Case], ranks: RankProcesses) -> None:
+        self._folder, self._cases, self._ranks = folder, cases, ranks
 
     def run(self, timeout_s: float | None) -> Cause | None:
         """Start all ranks and wait; None if all went well."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            self._start()
+            self._ranks.start()
             return self._watch(deadline, timeout_s)
         finally:
-            self._kill()
-
-    def _start(self) -> None:
-        with contextlib.ExitStack() as stack:
-            listener: socket.socket | None = None
-            port = _PORT_IN_NODE
-            if self._nodes.backend == "none":
-                # Bound here and handed to rank 0: between a search for a free port and its use another run
-                # could take it.
-                listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128))
-                port = listener.getsockname()[1]
-            for rank in range(self._cluster.num_ranks):
-                self._start_rank(rank, port, listener)
-
-    def _start_rank(self, rank: int, port: int, listener: socket.socket | None) -> None:
-        placement = self._cluster.placement
-        node = placement.node(rank)
-        environment = {key: value for key, value in os.environ.items() if not _is_stale(key)}
-        environment |= {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(self._cluster.num_ranks),
-            "LOCAL_RANK": str(placement.local(rank)),
-            "LOCAL_WORLD_SIZE": str(placement.per_node),
-            "MASTER_ADDR": self._nodes.address(0),
-            "MASTER_PORT": str(port),
-            "TWINBED_LAUNCHER_PID": str(os.getpid()),
-            "PYTHONSAFEPATH": "1",
-            "PYTHONUNBUFFERED": "1",
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": self._nodes.interface,
-            **_MALLOC,
-        }
-        if self._cluster.backend is Backend.nccl:
-            environment["NCCL_SOCKET_IFNAME"] = self._nodes.interface
-        passed: tuple[int, ...] = ()
-        if rank == 0 and listener is not None:
-            passed = (listener.fileno(),)
-            environment["TWINBED_STORE_FD"] = str(listener.fileno())
-        process = subprocess.Popen(
-            [
-                *self._nodes.argv_prefix(node),
-                sys.executable,
-                "-m",
-                "twinbed.runtime.worker",
-                str(self._folder.resolve()),
-            ],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=passed,
-            start_new_session=True,  # the terminal's Ctrl-C is for the launcher, which then ends the ranks
-        )
-        tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        shown = rank == 0 and self._show_progress
-        reader = threading.Thread(
-            target=_copy_output, args=(process, self._folder / f"rank{rank}.log", tail, shown), daemon=True
-        )
-        self._ranks.append(_Rank(process, reader, tail))
-        reader.start()
+            self._ranks.kill()
 
     def _watch(self, deadline: float | None, timeout_s: float | None) -> Cause | None:
         failed_at: float | None = None
         while True:
-            codes = {rank: r.process.poll() for rank, r in enumerate(self._ranks)}
+            codes = self._ranks.codes()
             running = [rank for rank, code in codes.items() if code is None]
             if failed_at is None and any(codes.values()):
                 failed_at = time.monotonic()
@@ -246,57 +159,23 @@ class _Launch:
         if failed_at is None and not missing:
             return None
         self._ask_where(running)
-        self._kill()
+        self._ranks.kill()
         heartbeats = {rank: Heartbeat.read(self._folder, rank) for rank in codes}
-        last_lines = {rank: (r.tail[-1] if r.tail else "") for rank, r in enumerate(self._ranks)}
+        tails = {rank: self._ranks.tail(rank) for rank in codes}
+        last_lines = {rank: tail[-1] if tail else "" for rank, tail in tails.items()}
         names = [case.name for case in self._cases]
         failures = read_failures(self._folder)
         cause = find_cause(failures, ended, heartbeats, names, last_lines, running)
-        if cause.rank and self._ranks[cause.rank].tail:  # what rank 0 said has been passed on already
-            _say(f"the last lines of rank {cause.rank}:\n" + "\n".join(self._ranks[cause.rank].tail))
+        if cause.rank and tails[cause.rank]:  # what rank 0 said has been passed on already
+            _say(f"the last lines of rank {cause.rank}:\n" + "\n".join(tails[cause.rank]))
         return cause
 
     def _ask_where(self, running: Sequence[int]) -> None:
         """Let ranks that hang write their stacks into their logs."""
         for rank in running:
-            with contextlib.suppress(ProcessLookupError):
-                self._ranks[rank].process.send_signal(signal.SIGUSR1)
+            self._ranks.signal(rank, signal.SIGUSR1)
         if running:
             time.sleep(_STACKS_S)
-
-    def _kill(self) -> None:
-        """End what still runs, and wait for it; stopped processes too."""
-        for rank in self._ranks:
-            if rank.process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(rank.process.pid, signal.SIGKILL)
-        for rank in self._ranks:
-            rank.process.wait()
-            rank.reader.join(timeout=1)
-
-
-def _copy_output(process: subprocess.Popen[bytes], log: Path, tail: deque[str], shown: bool) -> None:
-    """Keep a rank's output in its log and its last lines here; rank 0's is passed on. Ends with the rank."""
-    assert process.stdout is not None
-    with contextlib.ExitStack() as stack:
-        file = None
-        with contextlib.suppress(OSError):  # a full disk must not stop the ranks' output
-            file = stack.enter_context(log.open("wb", buffering=0))
-        rest = ""
-        while chunk := os.read(process.stdout.fileno(), 1 << 16):
-            with contextlib.suppress(OSError):
-                if file is not None:
-                    file.write(chunk)
-            text = chunk.decode(errors="replace")
-            if shown:
-                with contextlib.suppress(OSError, ValueError):
-                    sys.stderr.write(text)
-                    sys.stderr.flush()
-            *lines, rest = (rest + text).split("\n")
-            tail.extend(line.rpartition("\r")[2] for line in lines if line.strip())
-        if rest.strip():
-            tail.append(rest)
-        process.stdout.close()
 
 
 @contextlib.contextmanager
@@ -314,11 +193,6 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _is_stale(key: str) -> bool:
-    """Variables of a launch around this one, which would confuse the ranks."""
-    return key.startswith(("TORCHELASTIC_", "TWINBED_")) or key in ("GROUP_RANK", "ROLE_RANK")
 
 
 def _failed(

@@ -79,7 +79,7 @@ CaseFunction = Callable[[Case, WorkerContext], None]
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run all cases; the process ends here, without Python's and torch's slow farewell."""
-    _die_with_launcher()
+    die_with_parent()
     faulthandler.register(signal.SIGUSR1)  # the launcher asks a rank that hangs where it is
     (folder,) = (Path(argument) for argument in (sys.argv[1:] if arguments is None else arguments))
     rank = int(os.environ["RANK"])
@@ -240,8 +240,8 @@ def _write_failed_results(folder: Path, launch: LaunchFile, failure: Failure) ->
                 sys.stderr.write(f"{err}\n")
 
 
-def _die_with_launcher() -> None:
-    """Nothing is left behind if the launcher is killed. torchrun sees to its own children."""
+def die_with_parent() -> None:
+    """Nothing is left behind if what watches over this process is killed. torchrun sees to its own children."""
     launcher = os.environ.get("TWINBED_LAUNCHER_PID")
     if launcher is None or not sys.platform.startswith("linux"):
         return

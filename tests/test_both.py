@@ -92,8 +92,8 @@ def workers(folder: Path) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            line = path.read_bytes()
-            if b"twinbed.runtime.worker" in line and str(folder).encode() in line:
+            mine = str(folder).encode() in path.read_bytes()
+            if mine and path.with_name("comm").read_text().startswith("rank"):
                 found.append(int(path.parent.name))
     return sorted(found)
 

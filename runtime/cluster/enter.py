@@ -12,7 +12,15 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str]) -> None:
-    keeper, user, net, uts, net_inode = (int(argument) for argument in arguments[:5])
+    enter(*(int(argument) for argument in arguments[:5]))
+    try:
+        os.execvp(arguments[5], list(arguments[5:]))
+    except OSError as err:
+        sys.exit(f"cannot run {arguments[5]!r} in the node: {err}")
+
+
+def enter(keeper: int, user: int, net: int, uts: int, net_inode: int) -> None:
+    """Bring this process, of one thread, inside a node; it ends, saying why, if it cannot be."""
     libc = ctypes.CDLL(None, use_errno=True)
     try:
         # All are opened first: once inside the user namespace, the keeper's descriptors may be out of reach.
@@ -29,10 +37,6 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(f"cannot enter the node of a local cluster: {err}; is the cluster still open?")
     for number in opened:
         os.close(number)
-    try:
-        os.execvp(arguments[5], list(arguments[5:]))
-    except OSError as err:
-        sys.exit(f"cannot run {arguments[5]!r} in the node: {err}")
 
 
 if __name__ == "__main__":

@@ -169,19 +169,23 @@ class LocalCluster:
         The command takes the place of the prefix (exec): its pid, signals and exit status are those of the
         process that is started. Empty when unshaped.
         """
+        numbers = self.entry(node)
+        script = str(Path(__file__).with_name("enter.py"))
+        return [sys.executable, "-I", "-S", script, *map(str, numbers)] if numbers else []
+
+    def entry(self, node: int) -> tuple[int, ...]:
+        """What `enter.enter` needs, for a process that goes inside the node by itself; empty when unshaped."""
         self._check_node(node)
         if self.backend == "none":
-            return []
+            return ()
         keeper, made = self._open_keeper(), self._namespaces
-        script = str(Path(__file__).with_name("enter.py"))
-        numbers = (
+        return (
             keeper.pid,
             made["user_fd"],
             made["net_fds"][node],
             made["uts_fds"][node],
             made["net_inodes"][node],
         )
-        return [sys.executable, "-I", "-S", script, *map(str, numbers)]
 
     def counters(self) -> list[tuple[int, int]]:
         """(sent, received) bytes of each node's eth0 until now, headers included; empty when unshaped."""

@@ -192,7 +192,7 @@ def _join(device: torch.device) -> None:
 
 def _leave() -> None:
     """End the threads of gloo before the interpreter's: one that lets go of a last tensor later aborts the process."""
-    failed = hasattr(sys, "last_value")  # something may be under way with a rank that is gone, and would be waited for
+    failed = hasattr(sys, "last_value")  # what is under way with a rank that is gone would be waited for
     if dist.is_initialized() and not failed:
         dist.destroy_process_group()
         gc.collect()

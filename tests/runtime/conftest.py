@@ -1,6 +1,9 @@
-"""Starts the ranks of a test: one Python a rank, joined by gloo over a file."""
+"""Starts the ranks of a test, joined by gloo over a file."""
 
+import contextlib
+import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +14,7 @@ import pytest
 import torch
 
 Launch = Callable[..., list[Any]]
+HOST = Path(__file__).with_name("ranks_host.py")
 
 
 @pytest.fixture
@@ -23,37 +27,20 @@ def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Launch:
     def run(script: str, case: str, world: int, timeout_s: float = 180.0) -> list[Any]:
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
         env.pop("LOCAL_WORLD_SIZE", None)
-        ranks = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-W",
-                    "ignore::FutureWarning",
-                    str(folder / f"{script}.py"),
-                    case,
-                    str(rank),
-                    str(world),
-                    str(tmp_path),
-                ],
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(world)
-        ]
-        outputs = []
+        command = [sys.executable, "-W", "ignore::FutureWarning", str(HOST), str(folder / f"{script}.py")]
+        host = subprocess.Popen([*command, case, str(world), str(tmp_path)], env=env, start_new_session=True)
         try:
-            for process in ranks:
-                outputs.append(process.communicate(timeout=timeout_s)[0])
+            host.wait(timeout_s)
         finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(host.pid, signal.SIGKILL)
+            host.wait()
+        codes = json.loads((tmp_path / "codes.json").read_text())
+        outputs = [(tmp_path / f"{rank}.log").read_text(errors="replace") for rank in range(world)]
         failed = [
-            f"rank {rank} exited with {process.returncode}:\n{output[-4000:]}"
-            for rank, (process, output) in enumerate(zip(ranks, outputs, strict=True))
-            if process.returncode
+            f"rank {rank} exited with {code}:\n{output[-4000:]}"
+            for rank, (code, output) in enumerate(zip(codes, outputs, strict=True))
+            if code
         ]
         assert not failed, "\n".join(failed)
         return [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(world)]

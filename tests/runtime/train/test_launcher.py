@@ -150,6 +150,26 @@ def test_a_cut_link_ends_the_run(tmp_path, monkeypatch):
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_host_that_is_killed_takes_its_ranks_along(tmp_path, steps):
+    """While it imports, and while they train."""
+    killed_at = []
+
+    def kill():
+        while not (hosts := processes_of(tmp_path)):
+            time.sleep(0.01)
+        while Heartbeat.read(tmp_path, 1)[1] < steps - 1:
+            time.sleep(0.01)
+        os.kill(min(hosts), signal.SIGKILL)
+        killed_at.append(time.monotonic())
+
+    threading.Thread(target=kill, daemon=True).start()
+    outcome = run(tmp_path, ("train", {}), made=composed("steps=100000"))
+    assert time.monotonic() - killed_at[0] < 10
+    assert outcome.exit_code == 1
+    assert processes_of(tmp_path) == []
+
+
 def test_torchrun_starts_the_same_worker(tmp_path):
     made = composed()
     case = Case(name="c", folder="c", experiment=made.resolved, kind=f"{CASES}:add_up")

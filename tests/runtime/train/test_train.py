@@ -273,7 +273,7 @@ def pid_of_rank(folder, rank):
     for path in Path("/proc").glob("[0-9]*"):
         try:
             mine = str(folder).encode() in (path / "cmdline").read_bytes()
-            if mine and f"\0RANK={rank}\0".encode() in (path / "environ").read_bytes():
+            if mine and (path / "comm").read_text().strip() == f"rank{rank}":
                 return int(path.name)
         except OSError:
             continue
