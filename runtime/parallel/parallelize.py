@@ -2,9 +2,10 @@
 
 import atexit
 import copy
-import gc
 import os
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +32,8 @@ from .callers import Caller, OwnCaller, SizedInside
 from .config import ScriptConf, read_config
 from .model import ParallelModel, Part
 from .replicas import join_replicas
+
+_FAREWELL_S = 2.0
 
 
 def parallelize(module: nn.Module, config: Mapping[str, Any] | str | Path) -> ParallelModel:
@@ -191,11 +194,29 @@ def _join(device: torch.device) -> None:
 
 
 def _leave() -> None:
-    """End the threads of gloo before the interpreter's: one that lets go of a last tensor later aborts the process."""
+    """Before the interpreter ends: a thread of gloo that lets go of its last tensor later aborts the process."""
     failed = hasattr(sys, "last_value")  # what is under way with a rank that is gone would be waited for
     if dist.is_initialized() and not failed:
         dist.destroy_process_group()
-        gc.collect()
+        _wait_for_threads()
+
+
+def _wait_for_threads() -> None:
+    """Until none of them runs; a model that the script still has keeps them from being joined."""
+    idle = 0
+    until = time.monotonic() + _FAREWELL_S
+    while idle < 2 and time.monotonic() < until:
+        time.sleep(0.005)  # without the interpreter's lock, which they may be waiting for
+        idle = 0 if any(_runs(task) for task in Path("/proc/self/task").glob("*")) else idle + 1
+
+
+def _runs(task: Path) -> bool:
+    if int(task.name) == threading.get_native_id():
+        return False
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+    except OSError:  # it has ended
+        return False
 
 
 @torch.no_grad()

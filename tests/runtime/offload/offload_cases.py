@@ -9,12 +9,12 @@ from twinbed.runtime.trainer import Trainer
 
 
 def killed(case, context):
-    """Train; one rank is killed while it writes its `writes`-th chunk of step `step`."""
+    """Train; one rank is killed while it writes its `writes`-th chunk from step `step` on."""
     trainer = Trainer(load_experiment(case.experiment), context, folder=context.case_folder(case))
     write, done = DataFile.write_chunk, []
 
     def write_or_die(self, region, index):
-        if context.rank == case.options["rank"] and context.heartbeat.step == case.options["step"]:
+        if context.rank == case.options["rank"] and context.heartbeat.step >= case.options["step"]:
             done.append(index)
             if len(done) == case.options["writes"]:
                 with self.path.open("r+b") as file:  # half of it is there
