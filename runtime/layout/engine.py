@@ -15,7 +15,6 @@ from ...policies.layout.parallel import ROOT, ParallelLayout
 from ...policies.layout.policy import StepGradientsReady
 from ...policies.layout.schedule import Pass
 from ...policies.mesh import DATA, PIPELINE, SEQUENCE, Mesh
-from ...policies.plan import Plan, Reduce, SendRecv
 from ..gradients import clip_factor
 from ..groups import STAGE, Groups
 from ..laps import PIPELINE_LAP, Clock
@@ -33,11 +32,12 @@ from ..stack import Stack
 from ..wrap import PassEngine
 from .layout import LaidOut, parameters_of
 from .stages import tied_name
+from .tied import exchange
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
 
-_TIED_TAG, _EVAL_TAG = 2_000, 2_001  # apart from torch's 0
+_EVAL_TAG = 2_001  # apart from torch's 0 and that of `tied`
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,41 +215,13 @@ class LayoutEngine:
         for part in self._parts:
             gradient = part.engine.gradients().get(name)
             if gradient is not None and (part.model.is_first or part.model.is_last):
-                self._exchange(plan, gradient, f"{ROOT}.{path}")
-
-    def _exchange(self, plan: Plan, gradient: Tensor, layer: str) -> None:
-        if not gradient.numel():
-            return
-        group, theirs = (
-            self._groups[PIPELINE],
-            torch.empty_like(gradient, memory_format=torch.contiguous_format),
-        )
-        for step in plan.steps:
-            match step:
-                case SendRecv():
-                    peer = group.ranks[group.index + step.shift]
-                    row = self._ledger.collective(
-                        op="send",
-                        axis=step.axis,
-                        group=group.ranks,
-                        payload_bytes=gradient.numel() * gradient.element_size(),
-                        stream=plan.stream,
-                        layer=layer,
-                    )
-                    with row:
-                        works = [
-                            dist.irecv(theirs, peer, group=group.handle, tag=_TIED_TAG),
-                            dist.isend(gradient.contiguous(), peer, group=group.handle, tag=_TIED_TAG),
-                        ]
-                        for work in works:
-                            assert work is not None, "both ranks are in the group"
-                            work.wait()
-                case Reduce():
-                    gradient.add_(theirs)
-                case _:
-                    raise TypeError(
-                        f"plan '{plan.describe()}': {type(step).__name__} cannot add up the gradients of two stages"
-                    )
+                exchange(
+                    plan,
+                    gradient,
+                    group=self._groups[PIPELINE],
+                    ledger=self._ledger,
+                    layer=f"{ROOT}.{path}",
+                )
 
     # ---- the rest of a step
 
