@@ -1,10 +1,12 @@
 """A unit's computation as items of a program: the steps of its layers, with the collectives between and beside them."""
 
+from collections import Counter
+
 from ...policies.layout import Direction
 from ..interpreter import Transfer, Work
 from ..program import COMPUTE, MAIN, Writer
 from .costs import ENDS
-from .model import LaidModel
+from .model import LaidModel, LaidStep
 from .operands import RECEIPTS
 from .shapes import BLOCK
 
@@ -13,13 +15,18 @@ BESIDE = "layer"  # begins the names of workers that carry out what runs beside 
 
 class LayersOf:
     """Writes it (`rules.Layers`). Local work and collectives that block are the main worker's, in the order of issue;
-    each other stream is a worker, first in, first out.
+    each other stream has workers that take turns, each first in, first out.
     """
 
-    def __init__(self, model: LaidModel, place: int = 0) -> None:
-        """`place`: of the ranks that run the program, on the sequence axis."""
+    def __init__(self, model: LaidModel, place: int = 0, *, at_a_time: int = 1) -> None:
+        """Args:
+        place: Of the ranks that run the program, on the sequence axis.
+        at_a_time: Collectives of a stream that may be under way together: each process group of gloo has two threads.
+        """
         self._model = model
         self._place = place
+        self._at_a_time = at_a_time
+        self._issued: Counter[str] = Counter()
 
     def write(
         self, writer: Writer, phase: str, unit: str, key: str, waits: tuple[int, ...]
@@ -37,7 +44,7 @@ class LayersOf:
             waited.update(step.after)
             layer = f"{unit}.{step.path}"
             if isinstance(step.what, Transfer):
-                worker = f"{BESIDE}/{step.stream}" if step.beside else MAIN
+                worker = self._beside(step) if step.beside else MAIN
                 # both ends of a ring's messages are items of each rank, and meet at the number of the first
                 tag = None
                 if step.what.peer:
@@ -51,3 +58,12 @@ class LayersOf:
                     writer.local(MAIN, COMPUTE, phase, unit, f"{phase}/{layer} {step.name}", work, after)
                 )
         return tuple(index[at] for at in range(len(index)) if at not in waited) or waits
+
+    def _beside(self, step: LaidStep) -> str:
+        """The worker that carries it out. Messages of a ring need no thread: they are the one worker's, in order."""
+        stream = f"{BESIDE}/{step.stream}"
+        if isinstance(step.what, Transfer) and step.what.peer:
+            return stream
+        self._issued[stream] += 1
+        turn = self._issued[stream] % self._at_a_time
+        return f"{stream}.{turn}" if turn else stream

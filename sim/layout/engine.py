@@ -18,6 +18,7 @@ from .order import Action, forward_actions, stage_actions
 from .shapes import BEHIND
 from .stage import CopiesInFlight, StageEngine, StepWork
 
+GLOO_THREADS = 2  # of each process group (torch's ProcessGroupGloo::Options)
 RECOMPUTES = (Recompute.none, Recompute.full)
 
 
@@ -152,10 +153,12 @@ class LayoutEngine:
         }
 
     def _rules(self, stage: int, place: int) -> Blocking:
-        experiment, layers = self._experiment, LayersOf(self._model, place)
+        experiment = self._experiment
+        nccl = experiment.cluster.backend is Backend.nccl
+        layers = LayersOf(self._model, place, at_a_time=1 if nccl else GLOO_THREADS)
         writer = Writer(merge=not experiment.cluster.host.cores)
         copies = self._bytes_of(stage) if self._sharded and self._costs.engine_copies else {}
-        if experiment.cluster.backend is Backend.nccl:
+        if nccl:
             return Streams(writer, copies, layers, sharded=self._sharded)
         return (CommThread if experiment.comm.overlap else Blocking)(writer, copies, layers)
 

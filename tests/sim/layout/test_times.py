@@ -28,7 +28,7 @@ B, S = 4, 16
 def timed(make, spec_of):
     """Items of one layer's forward on rank 0: (op or "work", stream, start, end) from the layer's beginning."""
 
-    def run(layer, *, nic_Bps=1e9, per_node=4, matmul_s=None, fold=True, **keys):
+    def run(layer, *, nic_Bps=1e9, per_node=4, matmul_s=None, fold=True, backend=Backend.nccl, **keys):
         inner = IntraNodeConf(bandwidth_Bps=1e9, latency_ns=0)
         device = DeviceConf(memory_Bps=1e15, launch_ns=0, host_ns=0, flop_per_s=1e15)
         experiment = make(
@@ -38,7 +38,7 @@ def timed(make, spec_of):
             tensor=4,
             tensor_mode="2d",
             steps=1,
-            cluster_backend=Backend.nccl,
+            cluster_backend=backend,
             cluster_intra_node=inner,
             cluster_inter_node=InterNodeConf(bandwidth_Bps=nic_Bps, latency_ns=0),
             cluster_device=device,
@@ -95,6 +95,18 @@ def test_a_product_shorter_than_its_blocks_waits_for_the_second_ones(timed):
     assert work[0][0] == pytest.approx(2 * x + w, abs=8)
     assert work[1][0] == pytest.approx(2 * (x + w), abs=8)
     assert work[1][0] > work[0][1]
+
+
+def test_two_broadcasts_of_a_stream_are_under_way_at_once_on_gloo(timed):
+    """Each of its groups has two threads; of two ranks one sends and the other answers, in both directions of the link.
+    A stream of NCCL has one after the other.
+    """
+    for backend, at_once in ((Backend.nccl, False), (Backend.gloo, True)):
+        items = timed("block.0.qkv", matmul_s=1e-15, backend=backend, per_node=1)
+        for stream in ("row", "column"):
+            (_, _, start, end), (_, _, other, _) = (each for each in items if each[1] == stream)
+            assert (other < end) == at_once, (backend, stream)
+            assert not at_once or other == start
 
 
 def test_row_and_column_broadcasts_of_a_rank_share_its_nic(timed):
