@@ -3,7 +3,8 @@
     python -m twinbed.runtime.rank_host FOLDER STATUS_FD < ranks.json
 
 To import torch takes longer than many a training lasts, and ranks share the cores. Forked, they also share the pages of
-its code. What a rank does from then on is `worker`'s, as where torchrun starts it.
+its code. Where a thread was started meanwhile, each rank begins anew in its place. What a rank does from then on is
+`worker`'s, as where torchrun starts it.
 
 On STATUS_FD it tells of each rank "started RANK PID" and "ended RANK EXIT_CODE".
 """
@@ -59,13 +60,15 @@ def main(arguments: Sequence[str]) -> None:
     die_with_parent()
     folder, status = Path(arguments[0]), int(arguments[1])
     ranks = read_ranks(sys.stdin.buffer.read())
-    _import(folder)
+    alone = _import(folder)
     os.environ["TWINBED_LAUNCHER_PID"] = str(os.getpid())  # ranks end with the process that watches them
     running: dict[int, int] = {}
     for each in ranks:
         pid = os.fork()
         if pid == 0:
             _become(each, [status, *(fd for other in ranks if other is not each for fd in other.fds)])
+            if not alone:  # a lock that another thread held would stay held
+                os.execv(sys.executable, [sys.executable, "-m", "twinbed.runtime.worker", str(folder)])
             run_rank([str(folder)])
         running[pid] = each.rank
         os.write(status, f"started {each.rank} {pid}\n".encode())
@@ -76,17 +79,17 @@ def main(arguments: Sequence[str]) -> None:
         os.write(status, f"ended {running.pop(pid)} {os.waitstatus_to_exitcode(code)}\n".encode())
 
 
-def _import(folder: Path) -> None:
+def _import(folder: Path) -> bool:
+    """What ranks need; whether this is the only thread, as it is unless the environment has another one started."""
     pipelines = any(
         case.experiment.get("parallel", {}).get("pipeline", 1) > 1 for case in read_launch(folder).cases
     )
     for name in (*_OF_ALL, *(_OF_PIPELINES if pipelines else ())):
         importlib.import_module(name)
-    threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
-    if threads > 1:
-        raise RuntimeError(f"importing torch has started {threads - 1} threads, which ranks would lack")
     gc.collect()
     gc.freeze()  # a collection on a rank would copy pages that are shared
+    tasks = Path("/proc/self/task")
+    return not tasks.is_dir() or len(list(tasks.iterdir())) == 1
 
 
 def _become(rank: RankStart, others: Sequence[int]) -> None:

@@ -150,6 +150,19 @@ def test_a_cut_link_ends_the_run(tmp_path, monkeypatch):
     assert processes_of(tmp_path) == []
 
 
+def test_a_thread_in_the_host_does_not_reach_the_ranks(tmp_path, monkeypatch):
+    """Such as a profiler's. A fork would have its locks, and nobody who opens them."""
+    hook = tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(hook), os.environ.get("PYTHONPATH", "")]))
+    outcome = run(tmp_path / "launch", ("add_up", {}))
+    assert outcome.exit_code == 0, outcome.error
+    assert (tmp_path / "launch/0/sum.txt").read_text() == "1.0"
+
+
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_host_that_is_killed_takes_its_ranks_along(tmp_path, steps):
     """While it imports, and while they train."""
