@@ -125,10 +125,10 @@ class Block(PacedBlock):
         return x_BTD if self.pace is None else self.pace.leave(x_BTD)
 
     def _attention(self, qkv_BTX: Tensor, past: Past | None) -> Tensor:
-        one = qkv_BTX.shape[-1] // sum(self._shares)  # of the features that are here, whatever their number
+        heads = qkv_BTX.shape[-1] // self.head_size  # those that are here, whatever their number
+        sizes = [share * heads // sum(self._shares) * self.head_size for share in self._shares]
         q_BHTE, k_BKTE, v_BKTE = (
-            split_heads(part, self.head_size)
-            for part in torch.split(qkv_BTX, [share * one for share in self._shares], dim=-1)
+            split_heads(part, self.head_size) for part in torch.split(qkv_BTX, sizes, dim=-1)
         )
         if past is not None:
             k_BKTE, v_BKTE = past.with_more(k_BKTE, v_BKTE)

@@ -126,6 +126,10 @@ def refused(folder: Path, target: str, overrides: Sequence[str]) -> str:
             ],
             ["parallel.tensor=2", "parallel.sequence=2", "the product is 8", "4 (", "[1, 2, 4]"],
         ),
+        (
+            ["parallel.sequence=4", "parallel.sequence_mode=ring", "batch.sequence=36"],
+            ["parallel.sequence=4", "batch.sequence=36", "8 does not divide it", "[1, 2, 3, 6, 9, 18]"],
+        ),
         (["parallel.sequence=2"], ["parallel.sequence=2", "parallel.tensor=1", "ring or ulysses"]),
         (
             ["parallel.pipeline=4", "batch.accumulation=2"],
@@ -179,9 +183,15 @@ def test_an_imported_model_is_refused_as_the_file_is(
     assert "model.heads=28 in 8 parts" in refused(tmp_path / "out", target, [*keys, found])
 
 
-def test_gpt2_xl_allows_1_5_25(tmp_path: Path) -> None:
-    model = ["model=gpt2_xl", "batch.sequence=128", "parallel.tensor=2"]
-    told = refused(tmp_path / "out", "sim", model)
+@pytest.mark.parametrize(
+    ("target", "model"),
+    [
+        ("sim", ["model=gpt2_xl", "batch.sequence=128"]),
+        ("runtime", ["model=gpt", "model.heads=25", "model.hidden=1600"]),
+    ],
+)
+def test_gpt2_xl_allows_1_5_25(target: str, model: list[str], tmp_path: Path) -> None:
+    told = refused(tmp_path / "out", target, [*model, "parallel.tensor=2"])
     assert "model.heads=25 in 2 parts" in told
     assert "[1, 5, 25]" in told
 

@@ -203,6 +203,11 @@ def build_parallel(
             f"parallel.sequence_mode=rsa with model.family={spec.family}: its tokens must see all others (bert); use "
             "sequence_mode=ring or ulysses"
         )
+    if spec.family == "vit" and conf.sequence > 1:
+        raise ValueError(
+            f"parallel.sequence={conf.sequence} with model.family=vit: must be 1; the class token, of which the loss "
+            "is, would lie on one rank alone"
+        )
     if conf.tensor > 1:
         mode.check(sizes)
     attention.check(tokens=sequence, heads=spec.heads, kv_heads=spec.kv_heads, features=_feature_parts(mode))
@@ -221,11 +226,6 @@ def build_parallel(
         raise ValueError(
             f"batch.accumulation={micro_batches} must be >= parallel.pipeline={conf.pipeline}: "
             "torch.distributed.pipelining wants a micro-batch for each stage"
-        )
-    if spec.family == "vit" and conf.sequence > 1:
-        raise ValueError(
-            f"parallel.sequence={conf.sequence} with model.family=vit: must be 1; the class token, of which the loss "
-            "is, would lie on one rank alone"
         )
     laid = _with_borders(outline(spec), mode, parts)
     return ParallelLayout(

@@ -62,7 +62,7 @@ class AttentionPlans:
             why = " in two pieces each (parallel.zigzag)" if self.zigzag else ""
             raise ValueError(
                 f"parallel.sequence={self.size} must cut batch.sequence={tokens}{why}: {pieces} does not divide it; "
-                f"it can be cut in one of {divisors(tokens)}"
+                f"it can be cut in one of {[n for n in divisors(tokens) if tokens % (pieces // self.size * n) == 0]}"
             )
         if self.mode == "ulysses":
             for key, size in (("heads", heads), ("kv_heads", kv_heads)):

@@ -104,6 +104,8 @@ MORE_OF_FOUR: Mapping[str, tuple[str, ...]] = {
         "comm=zero1",
         "optimizer=lars",
     ),
+    "gpt: 1d, heads of 6": (*GPT, *keys(tensor=4), "model.heads=4", "model.hidden=24"),
+    "gpt: 2d, heads of 3": (*GPT, *keys(tensor=4, tensor_mode="2d"), "model.heads=4", "model.hidden=12"),
     "gpt: data, pipeline, ps, tied": (*GPT, *TIED, *keys(pipeline=2), "comm=ps", "optimizer=lamb"),
     "gpt: contiguous ring, 1d, order": (
         *GPT,

@@ -36,6 +36,7 @@ PAIRS = ("batch.micro=2", "batch.accumulation=2", "comm=ddp")
 REFERENCES = {
     "adamw": (),
     "deep": ("model.layers=4",),
+    "heads of 6": ("model.hidden=24",),  # no multiple of the ranks
     "lamb": ("optimizer=lamb",),
     "lars": ("optimizer=lars", "optimizer.lr=1"),
     "dropout": ("train.dropout=0.1", "recompute=full", "train.eval_every=10", "train.eval_batches=2"),
@@ -55,6 +56,7 @@ HALF_PIPELINE = keys(pipeline=2)
 OF_FOUR: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "1d": ("adamw", (*WHOLE, *ONE_D)),
     "1d, sequence": ("adamw", (*WHOLE, *keys(tensor=4, sequence=4))),
+    "1d, heads of 6": ("heads of 6", (*WHOLE, *ONE_D)),
     "2d": ("adamw", (*WHOLE, *TWO_D)),
     "ring": ("adamw", (*WHOLE, *RING, "comm=zero3")),
     "ulysses": ("adamw", (*WHOLE, *keys(sequence=4, sequence_mode="ulysses"), "comm=zero1")),
