@@ -77,7 +77,8 @@ def _hydra_main(config: DictConfig) -> None:
     from hydra.types import RunMode
 
     job = HydraConfig.get()
-    signal.signal(signal.SIGTERM, _unwind)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a terminal that is closed, too
+        signal.signal(number, _unwind)
     try:
         run_experiment(config, Path(job.runtime.output_dir))
     except ExperimentError as err:
@@ -92,7 +93,7 @@ def _hydra_main(config: DictConfig) -> None:
 
 
 def _unwind(number: int, frame: FrameType | None) -> None:
-    """SIGTERM ends a run as Ctrl-C does: with its record."""
+    """Ends a run as Ctrl-C does: with its record."""
     raise SystemExit(128 + number)
 
 

@@ -246,8 +246,8 @@ def sweep_table(sweep: Sweep) -> pd.DataFrame:
 
     `iteration_s` is measured where there is a real run, else predicted; `low_s` and `high_s` are its smallest
     and largest iteration, or the range over the guessed inputs. `speedup` is the first successful run's
-    iteration time over this one's. `inter_node_bytes_per_rank` is per iteration, mean over ranks, as in
-    result.json. `void` says why the times of a run mean nothing, or is empty.
+    time over this one's, for as many tokens. `inter_node_bytes_per_rank` is per iteration, mean over ranks, as
+    in result.json. `void` says why the times of a run mean nothing, or is empty.
     """
     keys = swept_keys(sweep)
     rows: list[dict[str, Any]] = []
@@ -256,7 +256,8 @@ def sweep_table(sweep: Sweep) -> pd.DataFrame:
         result = run.main or {}
         times = result.get("iteration_s") or {}
         mean = times.get("mean") if result.get("status") in ("ok", "oom") else None
-        first = mean if first is None and result.get("status") == "ok" else first
+        per_token = 1 / result["tokens_per_s"] if mean is not None and result.get("tokens_per_s") else mean
+        first = per_token if first is None and result.get("status") == "ok" else first
         predicted = ((run.sim or {}).get("iteration_s") or {}).get("mean")
         both = run.sim is not None and run.real is not None
         rows.append(
@@ -277,7 +278,7 @@ def sweep_table(sweep: Sweep) -> pd.DataFrame:
                 if mean is not None
                 else None,
                 "peak_memory_bytes": (result.get("memory_bytes") or {}).get("peak") or None,
-                "speedup": ratio(first, mean),
+                "speedup": ratio(first, per_token),
                 "error": _sweep_error(run),
             }
         )

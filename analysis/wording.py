@@ -125,12 +125,24 @@ def sweep_summary(sweep: Sweep) -> list[str]:
     sentences = [f"A multirun of {_many(len(table), 'run')}: {states}."]
     timed = records(table[(table["status"] == "ok") & table["iteration_s"].notna()])
     if timed:
-        best = min(timed, key=lambda row: float(row["iteration_s"]))
+        tokens = [_batch_tokens(row) for row in timed]
+        same = max(tokens) <= 1.01 * min(tokens)  # up to rounding
+        key = (
+            (lambda row: float(row["iteration_s"]))
+            if same
+            else (lambda row: -float(row["tokens_per_s"] or 0))
+        )
+        best = min(timed, key=key)
         run = next(run for run in sweep.runs if run.number == best["run"])
         how = ", ".join(f"{key}={item}" for key, item in run.overrides.items())
         sentences.append(
             f"The fastest is run {run.number}{f' ({how})' if how else ''}: "
-            f"{amount_text('s', float(best['iteration_s']))} an iteration."
+            f"{amount_text('s', float(best['iteration_s']))} an iteration"
+            + (
+                "."
+                if same
+                else f", {float(best['tokens_per_s']):,.0f} tokens a second; batches differ between runs."
+            )
         )
     elif (table["status"] == "oom").any() and table["iteration_s"].notna().any():
         sentences.append("No run fits in memory; the times are what an iteration would take if it did.")
@@ -146,6 +158,11 @@ def sweep_summary(sweep: Sweep) -> list[str]:
     if differ:
         sentences.append(f"The ledgers differ in run {', '.join(differ)}.")
     return sentences
+
+
+def _batch_tokens(row: Mapping[str, Any]) -> float:
+    """Of one iteration."""
+    return float(row["tokens_per_s"] or 0.0) * float(row["iteration_s"])
 
 
 def sweep_failures(sweep: Sweep) -> list[str]:

@@ -180,7 +180,7 @@ class _Launch:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Make SIGTERM unwind the stack as Ctrl-C does; only the main thread can."""
+    """Make SIGTERM and SIGHUP unwind the stack as Ctrl-C does; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -188,11 +188,12 @@ def _terminable() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _failed(

@@ -7,10 +7,12 @@ from pathlib import Path
 from ..conf.compose import model_spec
 from ..conf.model_spec import ModelSpec
 from ..conf.schema import Backend, ClusterConf, ExperimentConf, Precision
-from ..policies.layout import layout_of
+from ..policies.comm import build_comm
+from ..policies.layout import layout_of, replicas_of
 from ..policies.mesh import DATA
 from .checkpoint import check_resume
 from .data import check_data
+from .overlap_check import check_overlap
 
 MAX_LOCAL_RANKS = 64  # each is a process with torch in it: about 300 MB
 
@@ -52,6 +54,7 @@ def check_run(experiment: ExperimentConf) -> None:
         )
     _check_offload(experiment)
     _check_layout(experiment, spec)
+    _check_overlap(experiment)
     check_data(experiment, spec=spec)
     check_resume(experiment)
 
@@ -82,6 +85,19 @@ def _check_layout(experiment: ExperimentConf, spec: ModelSpec) -> None:
             f"comm.overlap=true with parallel.pipeline={layout.stages} and cluster.backend=gloo: chunks of a "
             "stage would share one communication thread, which is not built; use comm.overlap=false"
         )
+
+
+def _check_overlap(experiment: ExperimentConf) -> None:
+    if not experiment.comm.overlap or experiment.cluster.backend is not Backend.gloo:
+        return
+    seen = replicas_of(experiment)
+    policy, _ = build_comm(experiment.comm, num_ranks=seen.num_ranks, ranks_per_node=seen.ranks_per_node)
+    check_overlap(
+        policy,
+        ("root", "block.0"),
+        precision=experiment.precision,
+        micro_batches=experiment.batch.accumulation,
+    )
 
 
 def _check_offload(experiment: ExperimentConf) -> None:

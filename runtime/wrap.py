@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ..conf.schema import Backend, Precision
-from ..policies.comm import CommPolicy, GradientsReady, Placement
+from ..policies.comm import CommPolicy, Placement
 from ..policies.mesh import Mesh
 from .collectives import backend_of, build_collectives
 from .dispatch import activate
@@ -19,6 +19,7 @@ from .ledger import Ledger
 from .micro_batches import MicroBatches
 from .optim.norms import Holders
 from .overlap import CommThread
+from .overlap_check import check_overlap
 
 WIRE_DTYPE = {
     Precision.bf16: torch.bfloat16,
@@ -195,7 +196,7 @@ def wrap_model(
     units = dict(model.units())
     thread: CommThread | None = None
     if overlap and backend_of(device) is Backend.gloo:
-        check_overlap(policy, units, precision=precision, micro_batches=micro_batches)
+        check_overlap(policy, tuple(units), precision=precision, micro_batches=micro_batches)
         thread = CommThread(interpreter.ledger)
     common: dict[str, Any] = {
         "policy": policy,
@@ -210,31 +211,3 @@ def wrap_model(
     if host_memory is not None:
         raise ValueError(f"offload=cpu needs sharded weights, and policy {policy.name!r} replicates them")
     return ReplicatedEngine(model, units, **common)
-
-
-def check_overlap(
-    policy: CommPolicy, units: Mapping[str, nn.Module], *, precision: Precision, micro_batches: int
-) -> None:
-    """Refuse what a queued reduction would spoil: gradients that are read again before it has ended.
-
-    FSDP2 keeps the reduction's output as the gradient at once. Under fp16 it divides it afterwards; a second
-    reduction into the same gradient adds it up.
-    """
-    if precision is Precision.fp16:
-        raise ValueError(
-            "comm.overlap=true with precision=fp16: FSDP2 divides a gradient before its reduction has "
-            "ended; use "
-            "bf16, or comm.overlap=false"
-        )
-    early = any(
-        policy.decide(GradientsReady(unit, index, micro_batches)) is not None
-        for unit in units
-        for index in range(micro_batches - 1)
-    )
-    if early:
-        raise ValueError(
-            f"comm.overlap=true with batch.accumulation={micro_batches}: {policy.name!r} reduces every "
-            "micro-batch, "
-            "and FSDP2 adds up gradients whose reduction has not ended; use accumulation 1, or "
-            "comm.overlap=false"
-        )

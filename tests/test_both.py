@@ -100,7 +100,7 @@ def workers(folder: Path) -> list[int]:
 
 @pytest.mark.distributed
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("who", ["rank", "interrupted", "terminated"])
+@pytest.mark.parametrize("who", ["rank", "interrupted", "terminated", "hung up"])
 def test_a_run_that_is_ended_leaves_two_failed_records(who: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     keys = (*SMALL, "steps=100000", "cluster.shaped=false", f"hydra.run.dir={out}")
@@ -118,13 +118,14 @@ def test_a_run_that_is_ended_leaves_two_failed_records(who: str, tmp_path: Path)
     if who == "rank":
         os.kill(workers(out)[-1], signal.SIGKILL)
     else:
-        process.send_signal(signal.SIGINT if who == "interrupted" else signal.SIGTERM)
+        signals = {"interrupted": signal.SIGINT, "terminated": signal.SIGTERM, "hung up": signal.SIGHUP}
+        process.send_signal(signals[who])
     try:
         _, told = process.communicate(timeout=30)
     finally:
         process.kill()
     says = "was killed by SIGKILL in step" if who == "rank" else "interrupted"
-    assert process.returncode == {"rank": 1, "interrupted": 130, "terminated": 143}[who]
+    assert process.returncode == {"rank": 1, "interrupted": 130, "terminated": 143, "hung up": 129}[who]
     assert says in told
     assert "Traceback" not in told.splitlines()[-3:]
     assert "holds no result.json" not in told

@@ -187,7 +187,10 @@ def test_an_imported_model_is_refused_as_the_file_is(
     ("target", "model"),
     [
         ("sim", ["model=gpt2_xl", "batch.sequence=128"]),
-        ("runtime", ["model=gpt", "model.heads=25", "model.hidden=1600"]),
+        (
+            "runtime",
+            ["model=gpt", "model.layers=4", "model.heads=25", "model.hidden=1600", "model.vocab=257"],
+        ),
     ],
 )
 def test_gpt2_xl_allows_1_5_25(target: str, model: list[str], tmp_path: Path) -> None:

@@ -54,11 +54,13 @@ def build_layout(
     """
     if conf.tensor_mode != "1d":
         raise ValueError(
-            f"parallel.tensor_mode={conf.tensor_mode} is not built yet: use parallel.tensor_mode=1d"
+            f"parallel.tensor_mode={conf.tensor_mode} with engine=megatron, which has 1d alone: use "
+            "parallel.tensor_mode=1d, or engine=fsdp2"
         )
     if conf.sequence_mode != "megatron":
         raise ValueError(
-            f"parallel.sequence_mode={conf.sequence_mode} is not built yet: use parallel.sequence_mode=megatron"
+            f"parallel.sequence_mode={conf.sequence_mode} with engine=megatron, which has megatron alone: use "
+            "parallel.sequence_mode=megatron, or engine=fsdp2"
         )
     if conf.sequence not in (1, conf.tensor):
         raise ValueError(

@@ -10,6 +10,7 @@ from .border import Border, Cut
 from .common import common_plan
 from .layers import Kind, Layer, LayerRuns, Role
 from .modes import Sizes, TensorMode, build_mode
+from .modes.megatron import Megatron
 from .outline import Outline, outline
 from .policy import Direction, LayoutEvent, PassEnded, StepGradientsReady
 from .schedule import Pass, check_schedule, stage_passes
@@ -183,6 +184,8 @@ def build_parallel(
         ValueError: Naming the keys, both numbers and what would be legal.
     """
     mode = build_mode(conf)
+    if conf.tensor == 1:  # of one rank all are alike, and only 1D's borders name no axis
+        mode = Megatron(1)
     dims = layout_dims(conf, mode, num_ranks=num_ranks)
     apart = dict(dims).get(SEQUENCE, 1)
     parts = mode.vocab_parts

@@ -59,6 +59,10 @@ def shares_of(
     """
     replicas = mesh.size(DATA)
     sequences = len(inputs)
+    if not sequences:
+        raise ValueError(
+            "a batch has no sequence: every rank is given the whole batch, of at least one a replica"
+        )
     if sequences % (replicas * count):
         micro = f" times batch.accumulation={count}" if count > 1 else ""
         raise ValueError(
@@ -81,6 +85,30 @@ def shares_of(
             mine, labels = (x.index_select(1, here.to(x.device)) for x in (mine, labels))
         found.append(Share(mine.contiguous(), labels.contiguous(), first, weight))
     return found
+
+
+def check_words(inputs: Tensor, targets: Tensor, *, words: int, classes: int) -> None:
+    """Refuse what has no row in a table: where its rows are shared out, each rank would take it for another's.
+
+    Args:
+        inputs: Ids, or images, which are not looked at.
+        targets: -100 is ignored.
+        words: Rows of the table.
+        classes: That the loss knows.
+
+    Raises:
+        ValueError: Naming the smallest or largest id and what is legal.
+    """
+    ids = () if inputs.is_floating_point() else ((inputs, "an input", words),)
+    for tensor, what, size in (*ids, (targets[targets != _IGNORED], "a label", classes)):
+        if not tensor.numel():
+            continue
+        low, high = (int(x) for x in torch.aminmax(tensor))
+        if low < 0 or high >= size:
+            ignored = f", or {_IGNORED}" if what == "a label" else ""
+            raise ValueError(
+                f"{what} is {low if low < 0 else high}: must be from 0 to {size - 1}{ignored}, for the model has {size}"
+            )
 
 
 def check_same(inputs: Tensor, targets: Tensor) -> None:

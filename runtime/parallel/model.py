@@ -20,7 +20,7 @@ from ..layout import LaidOut, tell_places
 from ..ledger import Ledger
 from ..secondary import WeightsWatch
 from ..stack import Stack
-from .batch import Share, check_same, shares_of
+from .batch import Share, check_same, check_words, shares_of
 from .callers import Caller
 from .replicas import Replicas, Whole, local_part, whole_of_replicas
 
@@ -99,12 +99,15 @@ class ParallelModel(nn.Module):
         return self._caller.output(_BatchLoss.apply(loss, share.weight, self))  # type: ignore[no-untyped-call]
 
     def forward_backward(self, *args: Any, **given: Any) -> Tensor:
-        """Forward and backward of a batch, for a pipeline, whose stages work on several micro-batches at a time.
+        """A forward and its loss's backward: what a script can call whether there is a pipeline or not.
 
         Returns:
             The loss, without a gradient.
         """
-        raise RuntimeError("forward_backward is for parallel.pipeline > 1; call the model, then backward")
+        output = self(*args, **given)
+        loss: Tensor = output if isinstance(output, Tensor) else output.loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """All parameters, whole, by the names of the model that was given, which can load them. A collective."""
@@ -195,6 +198,8 @@ class ParallelModel(nn.Module):
             with self.ledger.set_up():
                 check_same(inputs, targets)
         stack = self._parts[0].stack
+        known = stack.spec.vocab or stack.spec.classes
+        check_words(inputs, targets, words=known, classes=known)
         shares = shares_of(
             inputs,
             targets,

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from matplotlib.patches import Rectangle
 
-from twinbed.analysis import plots, show, tables, units
+from twinbed.analysis import plots, show, tables, units, wording
 from twinbed.analysis.load import Run, Sweep, load
 from twinbed.analysis.record import Record
 
@@ -184,3 +184,16 @@ def test_runs_that_do_not_fit_are_crossed_out(numeric: bool) -> None:
     legend = axes.get_legend()
     assert legend is not None
     assert "does not fit in memory" in [text.get_text() for text in legend.get_texts()]
+
+
+def test_runs_of_different_batches_are_compared_by_tokens(
+    tmp_path: Path, make_record: Make, sweep_folder: Callable[..., Path]
+) -> None:
+    small, large = make_record(step_s=0.2), make_record(step_s=0.6)
+    large.result["tokens_per_s"] *= 6
+    folder = sweep_folder(tmp_path, [(["batch.micro=1"], small), (["batch.micro=6"], large)])
+    sweep = load(folder)
+    assert isinstance(sweep, Sweep)
+    assert list(tables.sweep_table(sweep)["speedup"]) == [1.0, pytest.approx(2.0)]
+    said = " ".join(wording.sweep_summary(sweep))
+    assert "The fastest is run 1 (batch.micro=6): 600 ms an iteration, 5,120 tokens a second" in said

@@ -106,6 +106,8 @@ MORE_OF_FOUR: Mapping[str, tuple[str, ...]] = {
     ),
     "gpt: 1d, heads of 6": (*GPT, *keys(tensor=4), "model.heads=4", "model.hidden=24"),
     "gpt: 2d, heads of 3": (*GPT, *keys(tensor=4, tensor_mode="2d"), "model.heads=4", "model.hidden=12"),
+    # of one tensor rank all modes are 1d's
+    "gpt: ring, pipeline, 3d of one": (*GPT, *RING, *keys(pipeline=2, tensor_mode="3d")),
     "gpt: data, pipeline, ps, tied": (*GPT, *TIED, *keys(pipeline=2), "comm=ps", "optimizer=lamb"),
     "gpt: contiguous ring, 1d, order": (
         *GPT,

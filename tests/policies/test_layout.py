@@ -285,8 +285,8 @@ def test_axes_as_megatron_orders_ranks() -> None:
     [
         ({"tensor": 3}, r"parallel\.tensor=3 times parallel\.pipeline=1 must divide the 64 ranks"),
         ({"tensor": 8, "data": 4}, r"parallel\.data=4 must be -1 or 8"),
-        ({"tensor_mode": "2d"}, r"tensor_mode=2d is not built yet: use parallel\.tensor_mode=1d"),
-        ({"sequence_mode": "ring"}, r"sequence_mode=ring is not built yet"),
+        ({"tensor_mode": "2d"}, r"tensor_mode=2d with engine=megatron.*use parallel\.tensor_mode=1d"),
+        ({"sequence_mode": "ring"}, r"sequence_mode=ring with engine=megatron"),
         ({"tensor": 4, "sequence": 2}, r"parallel\.sequence=2 must be 1 or parallel\.tensor=4"),
         ({"tensor": 32}, r"parallel\.tensor=32 must divide model\.heads=16"),
         ({"pipeline": 16}, r"parallel\.pipeline=16 times .*virtual_stages=1 must divide model\.layers=24"),

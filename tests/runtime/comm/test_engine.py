@@ -1,11 +1,12 @@
 """Engines on real processes: right gradients, weights that are never stale, errors that name what failed."""
 
 import pytest
-from torch import nn
 
+from twinbed.conf.compose import compose
 from twinbed.conf.schema import CommConf, Precision
 from twinbed.policies.comm import build_comm
-from twinbed.runtime.wrap import check_overlap
+from twinbed.runtime.overlap_check import check_overlap
+from twinbed.runtime.preflight import check_run
 
 
 @pytest.mark.distributed
@@ -159,9 +160,16 @@ def test_checkpoint_moves_between_placements(launch):
 def test_unsound_overlap_is_refused(stage, precision, micro_batches, said):
     policy, _ = build_comm(CommConf(name="x", zero_stage=stage), num_ranks=2, ranks_per_node=2)
     with pytest.raises(ValueError, match=said):
-        check_overlap(policy, {"root": nn.Linear(1, 1)}, precision=precision, micro_batches=micro_batches)
+        check_overlap(policy, ["root"], precision=precision, micro_batches=micro_batches)
+
+
+def test_unsound_overlap_is_refused_before_ranks_start():
+    keys = ["target=runtime", "cluster=local_2x2", "model=gpt_tiny", "data=text", "comm=zero3"]
+    check_run(compose([*keys, "comm.overlap=true"]).experiment)
+    with pytest.raises(ValueError, match="batch.accumulation=2"):
+        check_run(compose([*keys, "comm.overlap=true", "batch.accumulation=2"]).experiment)
 
 
 def test_overlap_of_one_reduction_a_step_is_sound():
     policy, _ = build_comm(CommConf(name="zero1", zero_stage=1), num_ranks=2, ranks_per_node=2)
-    check_overlap(policy, {"root": nn.Linear(1, 1)}, precision=Precision.bf16, micro_batches=4)
+    check_overlap(policy, ["root"], precision=Precision.bf16, micro_batches=4)

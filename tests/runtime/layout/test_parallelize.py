@@ -294,6 +294,9 @@ def test_calls_that_are_refused(alone):
         ({"input_ids": ids, "labels": ids, "attention_mask": padded}, "has 2 entries other than 1"),
         ({"input_ids": ids, "labels": ids, "use_cache": True}, "use_cache="),
         ({"input_ids": ids, "labels": ids, "position_ids": ids}, "position_ids="),
+        ({"input_ids": ids + 60, "labels": ids}, "an input is .*: must be from 0 to 63"),
+        ({"input_ids": ids, "labels": ids - 64}, "a label is -.*from 0 to 63, .*or -100"),
+        ({"input_ids": ids[:0], "labels": ids[:0]}, "a batch has no sequence"),
         ({"input_ids": ids.repeat(1, 3), "labels": ids.repeat(1, 3)}, r"24 tokens: .*n_positions=16"),
     ]
     for given, said in calls:
@@ -301,7 +304,11 @@ def test_calls_that_are_refused(alone):
             model(**given)
     loss = model(ids, labels=ids, attention_mask=torch.ones_like(ids), use_cache=False).loss
     assert loss.requires_grad
-    for call in (model.generate, model.state_dict, model.load_state_dict, model.forward_backward):
+    once = model.forward_backward(ids, labels=ids)
+    assert not once.requires_grad
+    assert once.item() == pytest.approx(loss.item(), rel=0.01)  # other dropouts
+    assert all(each.grad is not None for each in model.parameters())
+    for call in (model.generate, model.state_dict, model.load_state_dict):
         with pytest.raises(RuntimeError, match=f"{call.__name__}"):
             call(ids)
 
