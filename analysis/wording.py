@@ -127,22 +127,17 @@ def sweep_summary(sweep: Sweep) -> list[str]:
     if timed:
         tokens = [_batch_tokens(row) for row in timed]
         same = max(tokens) <= 1.01 * min(tokens)  # up to rounding
-        key = (
-            (lambda row: float(row["iteration_s"]))
-            if same
-            else (lambda row: -float(row["tokens_per_s"] or 0))
-        )
-        best = min(timed, key=key)
+        if same:
+            best = min(timed, key=lambda row: float(row["iteration_s"]))
+            end = "."
+        else:
+            best = max(timed, key=lambda row: float(row["tokens_per_s"] or 0.0))
+            end = f", {float(best['tokens_per_s']):,.0f} tokens a second; batches differ between runs."
         run = next(run for run in sweep.runs if run.number == best["run"])
         how = ", ".join(f"{key}={item}" for key, item in run.overrides.items())
         sentences.append(
             f"The fastest is run {run.number}{f' ({how})' if how else ''}: "
-            f"{amount_text('s', float(best['iteration_s']))} an iteration"
-            + (
-                "."
-                if same
-                else f", {float(best['tokens_per_s']):,.0f} tokens a second; batches differ between runs."
-            )
+            f"{amount_text('s', float(best['iteration_s']))} an iteration{end}"
         )
     elif (table["status"] == "oom").any() and table["iteration_s"].notna().any():
         sentences.append("No run fits in memory; the times are what an iteration would take if it did.")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..conf.schema import Backend, ClusterConf
@@ -33,7 +33,7 @@ class _Output:
     """What a rank prints."""
 
     reader: threading.Thread
-    tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
+    tail: deque[str]  # the last lines
 
 
 class RankProcesses:
@@ -82,11 +82,8 @@ class RankProcesses:
                 start_new_session=True,  # the terminal's Ctrl-C is for the launcher, which then ends the ranks
             )
         assert self._host.stdin is not None
-        with (
-            contextlib.suppress(BrokenPipeError),
-            self._host.stdin as told,
-        ):  # it has died: its status says so
-            told.write(write_ranks(ranks))
+        with contextlib.suppress(BrokenPipeError), self._host.stdin as told:
+            told.write(write_ranks(ranks))  # where it has died, its status says so
 
     def codes(self) -> dict[int, int | None]:
         """The exit status of each rank; None: it runs, or is about to."""

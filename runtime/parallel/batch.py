@@ -87,27 +87,26 @@ def shares_of(
     return found
 
 
-def check_words(inputs: Tensor, targets: Tensor, *, words: int, classes: int) -> None:
+def check_words(inputs: Tensor, targets: Tensor, *, known: int) -> None:
     """Refuse what has no row in a table: where its rows are shared out, each rank would take it for another's.
 
     Args:
-        inputs: Ids, or images, which are not looked at.
-        targets: -100 is ignored.
-        words: Rows of the table.
-        classes: That the loss knows.
+        inputs: [B, T] of ids, or images [B, ...], which are not looked at.
+        targets: [B, T], or classes [B]; -100 is ignored.
+        known: Words, or classes, of the model.
 
     Raises:
         ValueError: Naming the smallest or largest id and what is legal.
     """
-    ids = () if inputs.is_floating_point() else ((inputs, "an input", words),)
-    for tensor, what, size in (*ids, (targets[targets != _IGNORED], "a label", classes)):
+    ids = ((inputs, "an input"),) if inputs.ndim == 2 else ()
+    for tensor, what in (*ids, (targets[targets != _IGNORED], "a label")):
         if not tensor.numel():
             continue
         low, high = (int(x) for x in torch.aminmax(tensor))
-        if low < 0 or high >= size:
+        if low < 0 or high >= known:
             ignored = f", or {_IGNORED}" if what == "a label" else ""
             raise ValueError(
-                f"{what} is {low if low < 0 else high}: must be from 0 to {size - 1}{ignored}, for the model has {size}"
+                f"{what} is {low if low < 0 else high}: must be from 0 to {known - 1}{ignored}: the model has {known}"
             )
 
 

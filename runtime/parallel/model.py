@@ -198,8 +198,7 @@ class ParallelModel(nn.Module):
             with self.ledger.set_up():
                 check_same(inputs, targets)
         stack = self._parts[0].stack
-        known = stack.spec.vocab or stack.spec.classes
-        check_words(inputs, targets, words=known, classes=known)
+        check_words(inputs, targets, known=stack.spec.vocab or stack.spec.classes)
         shares = shares_of(
             inputs,
             targets,

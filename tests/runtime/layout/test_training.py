@@ -13,13 +13,9 @@ from twinbed.runtime.launcher import launch_local
 
 SMALL = (
     "target=runtime",
-    "model=gpt",
     "model.layers=2",
     "model.hidden=32",
     "model.heads=4",
-    "model.vocab=257",
-    "model.sequence=16",
-    "data=text",
     "cluster.shaped=false",
     "cluster.nodes=1",
     "precision=fp32",
@@ -28,6 +24,13 @@ SMALL = (
     "train.gradient_clipping=1",
     "optimizer.lr=1e-2",
 )
+TEXT = ("model.vocab=257", "model.sequence=16", "data=text")
+GPT = ("model=gpt", *TEXT)
+FAMILIES = {
+    "llama": ("model=llama_tiny", "model.kv_heads=4", "model.ffn=64", *TEXT),
+    "bert": ("model=bert_tiny", *TEXT),
+    "vit": ("model=vit_tiny", "data=synthetic"),
+}
 # Four sequences a step, in one process or shared out: 4 at once, or one by one through a pipeline
 WHOLE = ("batch.micro=4", "batch.accumulation=1", "comm=ddp")
 PIECES = ("batch.micro=1", "batch.accumulation=4", "comm=ddp")
@@ -84,7 +87,8 @@ OF_EIGHT: Mapping[str, tuple[str, tuple[str, ...]]] = {
 def train(folder: Path, ranks: int, cases: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
     """result.json of each case."""
     composed = {
-        name: compose([*SMALL, f"cluster.devices_per_node={ranks}", *more]) for name, more in cases.items()
+        name: compose([*SMALL, f"cluster.devices_per_node={ranks}", *_model(more), *more])
+        for name, more in cases.items()
     }
     outcome = launch_local(
         folder,
@@ -100,6 +104,11 @@ def train(folder: Path, ranks: int, cases: Mapping[str, Sequence[str]]) -> dict[
     return {
         name: json.loads((folder / f"case{i}" / "result.json").read_text()) for i, name in enumerate(composed)
     }
+
+
+def _model(more: Sequence[str]) -> tuple[str, ...]:
+    """A GPT, where a case brings no model."""
+    return () if any(key.startswith("model=") for key in more) else GPT
 
 
 @pytest.fixture(scope="module")
@@ -156,3 +165,30 @@ def test_losses_on_four_ranks(tmp_path: Path, alone: dict[str, dict[str, Any]]) 
 @pytest.mark.timeout(300)
 def test_losses_on_eight_ranks(tmp_path: Path, alone: dict[str, dict[str, Any]]) -> None:
     check(tmp_path, 8, OF_EIGHT, alone)
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_losses_of_other_families(tmp_path: Path) -> None:
+    """A Llama, a BERT and a ViT; the ViT's labels are noise, and its losses need not fall."""
+    layouts = {
+        "1d": (*WHOLE, *ONE_D),
+        "2d": (*WHOLE, *TWO_D),
+        "ring": (*WHOLE, *RING),
+        "pipeline, 1d": (*PIECES, *HALF_PIPELINE, "parallel.tensor=2"),
+    }
+    cases = {
+        (family, layout): (*model, *more)
+        for family, model in FAMILIES.items()
+        for layout, more in layouts.items()
+        if (family, layout) != ("vit", "ring")
+    }
+    names = {key: ", ".join(key) for key in cases}
+    one = train(tmp_path / "1", 1, {family: (*model, *WHOLE) for family, model in FAMILIES.items()})
+    four = train(tmp_path / "4", 4, {names[key]: keys_ for key, keys_ in cases.items()})
+    assert len(four) == 11
+    worst = {key: off(four[names[key]]["loss"], one[key[0]]["loss"]) for key in cases}
+    assert {key: error for key, error in worst.items() if not error <= LIMIT} == {}
+    assert all(one[family]["loss"][-1] < 0.95 * one[family]["loss"][0] for family in ("llama", "bert"))
