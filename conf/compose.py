@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from .balance_check import check_balance
 from .data_check import check_data_fits, resolve_epochs
 from .deepspeed import read_deepspeed_config
 from .hf import read_hf_config
@@ -314,6 +315,7 @@ def _check(experiment: ExperimentConf, spec: ModelSpec, warnings: list[str]) -> 
         raise ValueError(f"data.path={experiment.data.path!r} has no effect with data={experiment.data.name}")
     warnings += without_effect(experiment)
     warnings += check_offload(experiment)
+    warnings += check_balance(experiment, spec)
     if experiment.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("train.tensorboard=true needs the package tensorboard: pip install tensorboard")
     if experiment.target is not Target.sim:
@@ -337,10 +339,10 @@ def _absolute(experiment: ExperimentConf) -> None:
         value = getattr(owner, key)
         if value is not None:
             setattr(owner, key, str(Path(value).absolute()))
-    policy = experiment.comm.policy
-    if policy is not None and ".py:" in policy:
-        where, _, name = policy.rpartition(":")
-        experiment.comm.policy = f"{Path(where).absolute()}:{name}"
+    for conf in (experiment.comm, experiment.balance):
+        if conf.policy is not None and ".py:" in conf.policy:
+            where, _, name = conf.policy.rpartition(":")
+            conf.policy = f"{Path(where).absolute()}:{name}"
 
 
 def _check_runtime(experiment: ExperimentConf, spec: ModelSpec) -> None:

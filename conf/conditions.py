@@ -1,6 +1,7 @@
 """What goes wrong on a cluster: ranks and links that are slow for a while, and ones that fail. Typed and checked.
 
-Keys of `cluster`: `slowdown` (a map {rank: factor}, or a list of {rank, factor, from_s, until_s}), `link_slowdown`
+Keys of `cluster`: `slowdown` (a map {rank: factor}, or a list of {rank, factor, from_s, until_s}, or by optimizer steps
+{rank, factor, from_step, until_step}), `link_slowdown`
 (a list of {node | rank, factor, from_s, until_s}), `failures` (a list of {rank, at_s} or {node, at_s, until_s}, or
 {mtbf_s, link_mtbf_s} to draw the first).
 """
@@ -16,6 +17,7 @@ class Slowdown:
     """From `from_ns` on, until `until_ns` if it is given, rank or node `where` takes `factor` times as long.
 
     `own`: of links, that it is those of rank `where` to its node, not those of node `where`.
+    `from_step`: it is told by optimizer steps instead, from that one on, up to before `until_step` if it is given.
     """
 
     where: int
@@ -23,6 +25,14 @@ class Slowdown:
     from_ns: int = 0
     until_ns: int | None = None
     own: bool = False
+    from_step: int | None = None
+    until_step: int | None = None
+
+    def holds_at(self, step: int, since_start_ns: int) -> bool:
+        """Whether it is in force in optimizer step `step`, so long after the start."""
+        if self.from_step is not None:
+            return self.from_step <= step and (self.until_step is None or step < self.until_step)
+        return self.from_ns <= since_start_ns and (self.until_ns is None or since_start_ns < self.until_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,9 @@ def rank_slowdowns(given: Any, num_ranks: int) -> tuple[Slowdown, ...]:
     """
     if isinstance(given, Mapping):
         given = [{"rank": rank, "factor": factor} for rank, factor in given.items()]
-    return _slowdowns(given, "cluster.slowdown", "rank", num_ranks)
+    key = "cluster.slowdown"
+    found = [_rank_slowdown(entry, f"{key}[{i}]", num_ranks) for i, entry in enumerate(_entries(given, key))]
+    return _sorted(found)
 
 
 def link_slowdowns(given: Any, *, nodes: int, num_ranks: int) -> tuple[Slowdown, ...]:
@@ -130,9 +142,30 @@ def link_table(given: Any) -> dict[int, float] | None:
     return table
 
 
-def _slowdowns(given: Any, key: str, where: str, num_places: int) -> tuple[Slowdown, ...]:
-    entries = enumerate(_entries(given, key))
-    return _sorted([_slowdown(entry, f"{key}[{i}]", where, num_places) for i, entry in entries])
+def _rank_slowdown(entry: Mapping[str, Any], name: str, num_ranks: int) -> Slowdown:
+    steps = {key: entry[key] for key in ("from_step", "until_step") if entry.get(key) is not None}
+    timed = _slowdown(
+        {key: value for key, value in entry.items() if key not in ("from_step", "until_step")},
+        name,
+        "rank",
+        num_ranks,
+    )
+    if timed.factor < 1:
+        raise ValueError(
+            f"{name}.factor={entry['factor']}: must be >= 1: so many times as long as at full speed"
+        )
+    if not steps:
+        return timed
+    mixed = [key for key in ("from_s", "until_s") if entry.get(key) is not None]
+    if mixed:
+        raise ValueError(f"{name} has {sorted(steps)} and {mixed}: must be told by steps or by seconds")
+    for key, value in steps.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name}.{key}={value!r}: must be a whole number >= 0")
+    first, last = steps.get("from_step", 0), steps.get("until_step")
+    if last is not None and last <= first:
+        raise ValueError(f"{name}.until_step={last}: must be later than from_step={first}, or null for ever")
+    return replace(timed, from_step=first, until_step=last)
 
 
 def _slowdown(entry: Mapping[str, Any], name: str, where: str, num_places: int) -> Slowdown:
@@ -153,7 +186,10 @@ def _until_ns(entry: Mapping[str, Any], name: str, from_ns: int, begin: str) -> 
 
 def _sorted(found: list[Slowdown]) -> tuple[Slowdown, ...]:
     return tuple(
-        sorted(found, key=lambda s: (s.own, s.where, s.from_ns, s.until_ns is None, s.until_ns or 0))
+        sorted(
+            found,
+            key=lambda s: (s.own, s.where, s.from_step or 0, s.from_ns, s.until_ns is None, s.until_ns or 0),
+        )
     )
 
 

@@ -253,6 +253,39 @@ class ReduceTo(Collective):
 
 
 @dataclass(frozen=True, slots=True)
+class Scatter(Collective):
+    """`parts[i]` rows of the root's operand go to the i-th rank, one after the other; the root's own part is 0.
+
+    A rank whose part is 0 has nothing to do with it.
+    """
+
+    root: int = 0
+    parts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_parts(self.root, self.parts)
+
+    def takes_part(self, index: int) -> bool:
+        """Whether the rank at place `index` sends or gets something."""
+        return index == self.root or self.parts[index] > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Gather(Collective):
+    """Undoes a `Scatter`: `parts[i]` rows of the i-th rank come to the root."""
+
+    root: int = 0
+    parts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_parts(self.root, self.parts)
+
+    def takes_part(self, index: int) -> bool:
+        """Whether the rank at place `index` sends or gets something."""
+        return index == self.root or self.parts[index] > 0
+
+
+@dataclass(frozen=True, slots=True)
 class SendRecv(Collective):
     """Send to the rank `shift` further along the axis, and receive from the one as far before; a ring.
 
@@ -385,6 +418,13 @@ class Plan:
     def describe(self) -> str:
         """One line, the same for equal plans: what `decisions.jsonl` holds."""
         return f"{self.stream}: " + ", ".join(_word(step) for step in self.steps)
+
+
+def _check_parts(root: int, parts: tuple[int, ...]) -> None:
+    if not 0 <= root < len(parts) or parts[root] or min(parts) < 0 or not any(parts):
+        raise ValueError(
+            f"root={root}, parts={parts}: one part for each rank of the axis, 0 of the root, and some rows in all"
+        )
 
 
 def _word(step: Step) -> str:

@@ -75,6 +75,21 @@ def reduce_tree(mesh: Mesh, rank: int, group: Sequence[int], root: int, nbytes: 
     return to_peers(mesh, rank, [(binomial_parent(group, root, rank), nbytes)])
 
 
+def scatter(mesh: Mesh, rank: int, group: Sequence[int], root: int, parts_bytes: Sequence[int]) -> Sent:
+    """One message from the root to each rank whose part is not empty. `parts_bytes`: in the group's order."""
+    if rank != root:
+        return Sent(0, 0)
+    return to_peers(
+        mesh, rank, [(peer, nbytes) for peer, nbytes in zip(group, parts_bytes, strict=True) if nbytes]
+    )
+
+
+def gather(mesh: Mesh, rank: int, group: Sequence[int], root: int, parts_bytes: Sequence[int]) -> Sent:
+    """One message to the root from each rank whose part is not empty."""
+    own = parts_bytes[group.index(rank)]
+    return to_peers(mesh, rank, [(root, own)] if own and rank != root else [])
+
+
 def binomial_parent(group: Sequence[int], root: int, rank: int) -> int:
     """From whom `rank`, which is not the root, gets its copy in a binomial broadcast."""
     size, offset = len(group), group.index(root)

@@ -3,6 +3,7 @@
 Every `__post_init__` checks what its own keys can tell; `check` in `conf.compose` checks them together.
 """
 
+from .balance import BALANCES, BalanceConf, Goal, Imputation, PrunedState, Selection, Way
 from .cluster import (
     Algorithm,
     Backend,
@@ -16,6 +17,7 @@ from .cluster import (
     NodeKind,
     PartConf,
     RankOrder,
+    SlowdownBy,
 )
 from .comm import CommConf, DeepSpeedConf, GradientPath, HpzLifetime, NodeCopyRule
 from .experiment import Engine, ExperimentConf, Launch, Target
@@ -33,12 +35,14 @@ from .training import (
 )
 
 __all__ = [
+    "BALANCES",
     "PIPELINE_SCHEDULES",
     "SEQUENCE_MODES",
     "TENSOR_MODES",
     "Algorithm",
     "Attention",
     "Backend",
+    "BalanceConf",
     "BatchConf",
     "ClusterConf",
     "CommConf",
@@ -49,10 +53,12 @@ __all__ = [
     "Engine",
     "ExperimentConf",
     "Fusion",
+    "Goal",
     "GoodputConf",
     "GradientPath",
     "HostConf",
     "HpzLifetime",
+    "Imputation",
     "InterNodeConf",
     "IntraNodeConf",
     "KernelsConf",
@@ -69,8 +75,12 @@ __all__ = [
     "ParallelConf",
     "PartConf",
     "Precision",
+    "PrunedState",
     "RankOrder",
     "Recompute",
+    "Selection",
+    "SlowdownBy",
     "Target",
     "TrainConf",
+    "Way",
 ]

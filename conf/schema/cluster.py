@@ -35,6 +35,15 @@ class Backend(Enum):
     nccl = "nccl"
 
 
+class SlowdownBy(Enum):
+    """How `cluster.slowdown` makes a rank slow."""
+
+    device = "device"  # all that it computes: what a slower device does; the runtime takes `sleep` for it
+    sleep = "sleep"  # products and attention, each slept out (layouts); else each unit
+    repeat = "repeat"  # products of tensor-parallel layers, done over and over (SEMI's own way)
+    quota = "quota"  # all that the rank's process does: it is stopped in turns, as a quota of a shared core stops it
+
+
 class RankOrder(Enum):
     """How ranks are put on the nodes."""
 
@@ -301,7 +310,9 @@ class ClusterConf:
     sites: int = 1  # equal numbers of consecutive nodes, joined by a WAN
     wan_Bps: float | None = None  # of one site's way to the others, each direction
     wan_latency_ns: int = 0  # one traversal, site to site
-    slowdown: Any = None  # {rank: factor}, or a list of {rank, factor, from_s, until_s}
+    # {rank: factor}, or a list of {rank, factor, from_s, until_s} or, by optimizer steps, {.., from_step, until_step}
+    slowdown: Any = None
+    slowdown_by: SlowdownBy = SlowdownBy.device
     # a list of {node | rank, factor, from_s, until_s}: of a node's links to the others, or of a rank's own to its node
     link_slowdown: Any = None
     # a list of {rank, at_s} or {node, at_s, until_s} (of a node: its links, which carry nothing until then, or never

@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from .balance import BalanceConf
 from .cluster import ClusterConf
 from .comm import CommConf, DeepSpeedConf, HpzLifetime
 from .limits import MAX_SEED, MAX_STEPS, require
@@ -47,6 +48,7 @@ class ExperimentConf:
     data: DataConf = MISSING
     optimizer: OptimizerConf = MISSING
     offload: OffloadConf = field(default_factory=OffloadConf)
+    balance: BalanceConf = field(default_factory=BalanceConf)
     train: TrainConf = field(default_factory=TrainConf)
     engine: Engine = Engine.fsdp2
     deepspeed: DeepSpeedConf = field(default_factory=DeepSpeedConf)

@@ -1,0 +1,126 @@
+"""Whether ranks can be balanced in an experiment, and which keys of it then have no effect."""
+
+from dataclasses import fields
+from enum import Enum
+
+from .model_spec import ModelSpec
+from .schema import BalanceConf, Engine, ExperimentConf, Recompute
+
+
+def check_balance(experiment: ExperimentConf, spec: ModelSpec) -> list[str]:
+    """Warnings about keys of `balance` that nothing reads, and about what cannot move.
+
+    Raises:
+        ValueError: If this experiment cannot be balanced so, naming the key, its value and what would be legal.
+    """
+    conf = experiment.balance
+    warnings = _without_effect(experiment)
+    if not conf.active:
+        return warnings
+    which = f"balance={conf.name}"
+    if experiment.engine is not Engine.fsdp2:
+        raise ValueError(f"{which} needs engine=fsdp2, got engine={experiment.engine.value}")
+    if conf.of_tensor_ranks:
+        _refuse_tensor(experiment, which)
+        warnings += _heads(experiment, spec)
+    elif conf.name == "batch":
+        _refuse_batch(experiment, which)
+    elif conf.name == "layers":
+        _refuse_layers(experiment, which)
+    return warnings
+
+
+def _refuse_tensor(experiment: ExperimentConf, which: str) -> None:
+    parallel, conf = experiment.parallel, experiment.balance
+    if parallel.tensor == 1:
+        raise ValueError(
+            f"parallel.tensor=1 with {which}: must be > 1, for it is of ranks that share matrices; use balance=batch "
+            "for replicas, or balance=layers for stages"
+        )
+    if parallel.tensor_mode != "1d":
+        raise ValueError(
+            f"parallel.tensor_mode={parallel.tensor_mode} with {which}: must be 1d, whose products end in one "
+            "all-reduce each"
+        )
+    if parallel.sequence > 1 and parallel.sequence_mode == "megatron":
+        raise ValueError(
+            f"parallel.sequence={parallel.sequence} with parallel.sequence_mode=megatron and {which}: must be 1"
+        )
+    if conf.moves and experiment.recompute is not Recompute.none:
+        raise ValueError(
+            f"recompute={experiment.recompute.value} with {which}: must be none; what was lent would have to be lent "
+            "again within backward"
+        )
+    replicas = experiment.cluster.num_ranks // parallel.ranks_a_replica
+    if conf.prunes and conf.pruned_state.value == "frozen" and replicas > 1:
+        raise ValueError(
+            f"balance.pruned_state=frozen with {replicas} replicas of the model: must be moving, for other replicas "
+            "have gradients of the columns that one leaves out"
+        )
+
+
+def _refuse_batch(experiment: ExperimentConf, which: str) -> None:
+    replicas = experiment.cluster.num_ranks // experiment.parallel.ranks_a_replica
+    if replicas == 1:
+        raise ValueError(
+            f"{which} with one replica of the model: needs data parallelism, parallel.data > 1; use balance=resize, "
+            "migrate or semi for tensor ranks, or balance=layers for stages"
+        )
+    if experiment.batch.micro == 1:
+        raise ValueError(
+            f"batch.micro=1 with {which}: must be > 1, for sequences of micro-batches move between replicas"
+        )
+
+
+def _refuse_layers(experiment: ExperimentConf, which: str) -> None:
+    parallel = experiment.parallel
+    if parallel.pipeline == 1:
+        raise ValueError(
+            f"parallel.pipeline=1 with {which}: must be > 1, for blocks move between stages; use balance=resize, migrate "
+            "or semi for tensor ranks, or balance=batch for replicas"
+        )
+    if parallel.virtual_stages > 1:
+        raise ValueError(f"parallel.virtual_stages={parallel.virtual_stages} with {which}: must be 1")
+
+
+def _heads(experiment: ExperimentConf, spec: ModelSpec) -> list[str]:
+    """Key heads that several query heads share move with all of them."""
+    own, sharing = spec.kv_heads // experiment.parallel.tensor, spec.heads // spec.kv_heads
+    if not experiment.balance.moves or own > 1 or sharing == 1:
+        return []
+    return [
+        f"balance={experiment.balance.name}: each rank has one key head, which its {sharing} heads share: attention "
+        "cannot be split further, and only hidden units of the FFN move"
+    ]
+
+
+def _without_effect(experiment: ExperimentConf) -> list[str]:
+    conf, usual = experiment.balance, BalanceConf()
+    of_tensor = conf.of_tensor_ranks
+    readers = {
+        "policy": of_tensor,
+        "period": of_tensor or conf.name == "batch",
+        "slack": of_tensor or conf.name in ("batch", "layers"),
+        "ratio": conf.name == "resize",
+        "goal": conf.name == "resize",
+        **dict.fromkeys(
+            (
+                "max_ratio",
+                "selection",
+                "refresh",
+                "imputation",
+                "pruned_state",
+                "accuracy_budget",
+                "loss_points",
+            ),
+            conf.prunes,
+        ),
+        **dict.fromkeys(("way", "pretest"), conf.moves),
+    }
+    without = []
+    for field in fields(conf):
+        value = getattr(conf, field.name)
+        if value != getattr(usual, field.name) and not readers.get(field.name, True):
+            shown = value.value if isinstance(value, Enum) else value
+            without.append(f"balance.{field.name}={shown} has no effect with balance={conf.name}")
+    return without

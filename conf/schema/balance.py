@@ -1,0 +1,128 @@
+"""What happens when ranks that share work are not equally fast."""
+
+import itertools
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from .limits import require
+
+BALANCES = ("none", "resize", "migrate", "semi", "batch", "layers")
+
+
+class Way(Enum):
+    """How work of a slow tensor-parallel rank reaches the others."""
+
+    # whole heads and hidden units: only weights move, results join the layer's own all-reduces
+    paired = "paired"
+    # columns of each matrix, sent to all; results are reduced to their owner (SEMI, section 2.6 of the released code)
+    broadcast = "broadcast"
+    # columns of each matrix, to each helper its own; what it makes of them comes back in pieces
+    scatter = "scatter"
+
+
+class Goal(Enum):
+    """To which time pruning brings a slow rank."""
+
+    fastest = "fastest"  # that of the fastest rank
+    mean = "mean"  # the mean of all ranks, before balancing
+
+
+class Selection(Enum):
+    """Which columns a pruned product leaves out."""
+
+    random = "random"  # drawn anew at each refresh
+    contiguous = "contiguous"  # the window whose weights changed least
+    priority = "priority"  # those whose weights changed least since the last refresh
+    differentiated = "differentiated"  # as priority, more in layers whose weights change less
+
+
+class Imputation(Enum):
+    """What stands for gradients that a pruned product does not compute."""
+
+    zero = "zero"
+    average = "average"  # the mean of those that it does compute, of each row
+    same = "same"  # what was computed there last
+
+
+class PrunedState(Enum):
+    """What the optimizer does to columns that were left out of a whole step."""
+
+    moving = "moving"  # steps them by the imputed gradients: weight decay and old momentum move them
+    frozen = "frozen"  # leaves weights and states as they were
+
+
+@dataclass(kw_only=True)
+class BalanceConf:
+    """Which policy answers to slow ranks, and its settings."""
+
+    # none; resize, migrate or semi (ranks of a tensor group); batch (replicas) or layers (stages of a pipeline)
+    name: str = "none"
+    policy: str | None = None  # file.py:Class or package.module:Class of your own, in place of name's
+    period: int = 5  # optimizer steps between two measurements, each of which can change what ranks do
+    # ranks whose speeds differ by less are taken for equal, and what is in force stays until a change promises more
+    slack: float = 0.15
+    ratio: float | None = None  # resize: share of columns that slow ranks leave out; null: by measured times
+    goal: Goal = Goal.fastest  # resize: the time that slow ranks are brought to
+    max_ratio: float = 0.9  # resize, semi: the most that is left out
+    selection: Selection = Selection.priority  # resize, semi
+    refresh: int = 50  # resize, semi: optimizer steps between two selections of columns (the paper: an epoch)
+    imputation: Imputation = Imputation.zero  # resize, semi
+    pruned_state: PrunedState = PrunedState.moving  # resize, semi
+    # resize, semi: points of accuracy that pruning may cost; null: no bound but max_ratio
+    accuracy_budget: float | None = None
+    # resize, semi: points that pruning one rank of a group throughout a training costs, by ratio; straight lines lie
+    # between, and from 0 at 0
+    loss_points: dict[str, float] = field(default_factory=lambda: {"0.25": 0.3, "0.5": 0.7, "0.75": 1.5})
+    way: Way = Way.paired  # migrate, semi
+    pretest: bool = (
+        True  # migrate, semi: two timed movements of each kind before the first step; else nothing is known
+    )
+
+    def __post_init__(self) -> None:
+        require(self.name in BALANCES, "balance.name", self.name, f"one of {list(BALANCES)}")
+        for key in ("period", "refresh"):
+            require(getattr(self, key) >= 1, f"balance.{key}", getattr(self, key), ">= 1")
+        require(0 <= self.slack < 1, "balance.slack", self.slack, "in [0, 1)")
+        require(self.ratio is None or 0 <= self.ratio < 1, "balance.ratio", self.ratio, "in [0, 1), or null")
+        require(0 <= self.max_ratio < 1, "balance.max_ratio", self.max_ratio, "in [0, 1)")
+        budget = self.accuracy_budget
+        require(budget is None or budget >= 0, "balance.accuracy_budget", budget, ">= 0 points, or null")
+        self.loss_points = {str(key): float(value) for key, value in _points(self.loss_points)}
+
+    @property
+    def active(self) -> bool:
+        return self.name != "none" or self.policy is not None
+
+    @property
+    def of_tensor_ranks(self) -> bool:
+        """Whether it balances the ranks of a tensor group."""
+        return self.name in ("resize", "migrate", "semi")
+
+    @property
+    def prunes(self) -> bool:
+        return self.name in ("resize", "semi")
+
+    @property
+    def moves(self) -> bool:
+        return self.name in ("migrate", "semi")
+
+
+def _points(given: Any) -> list[tuple[float, float]]:
+    """(ratio, points) in the order of ratios, of which points must not fall."""
+    key, found = "balance.loss_points", []
+    for ratio, points in dict(given).items():
+        try:
+            found.append((float(ratio), float(points)))
+        except (TypeError, ValueError) as err:
+            raise ValueError(f"{key}.{ratio}={points!r}: must be a number of points") from err
+    found.sort()
+    require(
+        len(found) > 0 and all(0 < ratio < 1 for ratio, _ in found),
+        key,
+        dict(given),
+        "ratios in (0, 1) and their points",
+    )
+    falls = any(later < earlier for (_, earlier), (_, later) in itertools.pairwise(found))
+    require(not falls and found[0][1] >= 0, key, dict(given), ">= 0 points that do not fall with the ratio")
+    return found

@@ -1,0 +1,180 @@
+"""What a policy for slow tensor-parallel ranks is told, and what it answers. A policy decides; engines carry out.
+
+Ranks are numbered within their tensor group. All ranks of a group are told the same, so all answer alike.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Protocol
+
+
+class Half(Enum):
+    """Of a block: what lies between two all-reduces, at each of which all ranks wait for the slowest."""
+
+    attention = "attention"  # qkv and out; its units are key heads, each with the heads that share it
+    ffn = "ffn"  # fc1 and fc2; its units are hidden features
+
+
+# ---- events
+
+
+@dataclass(frozen=True, slots=True)
+class MovementTimed:
+    """Before the first step units of one rank went to the others and as much came back, twice: few, then many.
+
+    Args:
+        units: Of one rank, in all, each time.
+        time_ns: Until the last rank had all, out and back; the slowest of all groups that moved at once.
+    """
+
+    half: Half
+    units: tuple[int, int]
+    time_ns: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMeasured:
+    """A period has ended.
+
+    Args:
+        step: Optimizer steps that are done.
+        attention_ns, ffn_ns: [ranks], what the products of that half of all blocks took, of one step, mean over the
+            period; waiting left out.
+        free_bytes: [ranks], of memory.
+    """
+
+    step: int
+    attention_ns: tuple[int, ...]
+    ffn_ns: tuple[int, ...]
+    free_bytes: tuple[int, ...]
+
+    def time_ns(self, half: Half) -> tuple[int, ...]:
+        return self.attention_ns if half is Half.attention else self.ffn_ns
+
+
+@dataclass(frozen=True, slots=True)
+class ChangesMeasured:
+    """How much weights have changed since the last refresh.
+
+    Args:
+        step: Optimizer steps that are done.
+        changes: [ranks][products of all blocks of the stage, in the order of forward], mean over a product's columns of
+            the sum of |dW|, relative to the mean |W| of a column; rounded to three digits.
+    """
+
+    step: int
+    changes: tuple[tuple[float, ...], ...]
+
+
+BalanceEvent = MovementTimed | GroupMeasured | ChangesMeasured
+
+# ---- actions
+
+
+@dataclass(frozen=True, slots=True)
+class Prune:
+    """A rank leaves this share of the columns of its products out, in forward and backward.
+
+    Args:
+        product: Of one product alone, such as "block.0.fc1"; "": of all that no other action names.
+    """
+
+    rank: int
+    ratio: float
+    product: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Migrate:
+    """In every block `dst` computes what `units` of the units that `src` holds would."""
+
+    src: int
+    dst: int
+    half: Half
+    units: int
+
+
+BalanceAction = Prune | Migrate
+
+
+class BalancePolicy(Protocol):
+    """One for each tensor group. It has a memory: same events in the same order, same answers, on every rank.
+
+    No clock, no I/O, no torch, no simpy, no randomness.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def decide(self, event: BalanceEvent) -> tuple[BalanceAction, ...] | None:
+        """All actions that are in force from the next step on; None: those that are stay. (): none is."""
+        ...
+
+
+# ---- words for a log
+
+
+def describe_balance_event(event: BalanceEvent) -> str:
+    """One line, the same for equal events: what `decisions.jsonl` holds."""
+    shown = []
+    for f in fields(event):
+        value = getattr(event, f.name)
+        if isinstance(value, Half):
+            value = value.value
+        elif isinstance(value, tuple):
+            value = "/".join(_numbers(each) for each in value)
+        shown.append(f"{f.name}={value}")
+    return f"{type(event).__name__}({', '.join(shown)})"
+
+
+def describe_balance_actions(actions: Sequence[BalanceAction] | None) -> str:
+    """Such as "prune rank 0 by 0.5, migrate 1 attention from 0 to 3"; "keep", or "nothing" is in force."""
+    if actions is None:
+        return "keep"
+    return ", ".join(_describe(action) for action in actions) or "nothing"
+
+
+def is_balance_event(text: str) -> bool:
+    """Whether `describe_balance_event` wrote it: a run's log holds what other policies were asked too."""
+    return text.partition("(")[0] in ("MovementTimed", "GroupMeasured", "ChangesMeasured")
+
+
+def parse_balance_event(text: str) -> BalanceEvent:
+    """The event that `describe_balance_event` wrote, for replaying a log.
+
+    Raises:
+        ValueError: If `text` names no event.
+    """
+    name, _, rest = text.partition("(")
+    if not is_balance_event(text):
+        raise ValueError(f"{text!r} is no event of a balancing policy")
+    values = dict(part.split("=", 1) for part in rest.rstrip(")").split(", "))
+    if name == "MovementTimed":
+        few, many = _ints(values["units"])
+        short_ns, long_ns = _ints(values["time_ns"])
+        return MovementTimed(Half(values["half"]), (few, many), (short_ns, long_ns))
+    step = int(values["step"])
+    if name == "GroupMeasured":
+        return GroupMeasured(
+            step, _ints(values["attention_ns"]), _ints(values["ffn_ns"]), _ints(values["free_bytes"])
+        )
+    changes = tuple(
+        tuple(float(number) for number in each.split(":")) for each in values["changes"].split("/")
+    )
+    return ChangesMeasured(step, changes)
+
+
+def _numbers(value: object) -> str:
+    return ":".join(f"{number:.3g}" for number in value) if isinstance(value, tuple) else str(value)
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split("/"))
+
+
+def _describe(action: BalanceAction) -> str:
+    if isinstance(action, Prune):
+        what = f" in {action.product}" if action.product else ""
+        return f"prune rank {action.rank} by {action.ratio:.4g}{what}"
+    return f"migrate {action.units} {action.half.value} from {action.src} to {action.dst}"

@@ -1,0 +1,95 @@
+"""What a block of a model comes to on the ranks of a tensor group, in units that can move."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from ...conf.model_spec import ModelSpec
+from .policy import Half
+
+
+class Product(Enum):
+    """A matrix, or several that share their input, of a block; ZERO-resizing shrinks all four."""
+
+    qkv = "qkv"
+    out = "out"
+    fc1 = "fc1"
+    fc2 = "fc2"
+
+    @property
+    def half(self) -> Half:
+        return Half.attention if self in (Product.qkv, Product.out) else Half.ffn
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is cut by its outputs (a column layer); the other of its half is cut by its inputs."""
+        return self in (Product.qkv, Product.fc1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockWork:
+    """Of one block, evenly shared out over the ranks of a tensor group.
+
+    Args:
+        ranks: Of the group.
+        blocks: Of a stage.
+        tokens: Of a micro-batch.
+        units: Of one rank.
+        unit_numel: Numbers that a unit's weights and biases are, of both products of its half.
+        unit_features: Contraction columns of the half's second product that a unit is.
+        unit_flop: Of its products, forward, a micro-batch.
+        hidden: Contraction columns of the half's first product.
+        element_bytes: Of weights when they are used.
+    """
+
+    ranks: int
+    blocks: int
+    tokens: int
+    units: Mapping[Half, int]
+    unit_numel: Mapping[Half, int]
+    unit_features: Mapping[Half, int]
+    unit_flop: Mapping[Half, int]
+    hidden: int
+    element_bytes: int
+
+    def unit_bytes(self, half: Half) -> int:
+        """Of a unit's weights and biases, one way."""
+        return self.unit_numel[half] * self.element_bytes
+
+    def columns(self, product: Product, units: int) -> int:
+        """Contraction columns of a product of a rank that computes so many units."""
+        return self.hidden if product.is_first else units * self.unit_features[product.half]
+
+
+def block_work(
+    spec: ModelSpec, *, ranks: int, blocks: int, micro: int, sequence: int, element_bytes: int
+) -> BlockWork:
+    """Of a model whose sizes a 1D layout can cut.
+
+    Args:
+        micro: Sequences of a micro-batch.
+        sequence: Tokens of one that a rank sees.
+    """
+    hidden, size = spec.hidden, spec.head_dim
+    sharing = spec.heads // spec.kv_heads
+    rows = (sharing + 2) * size  # of queries, keys and values
+    gates = 2 if spec.family in ("llama", "qwen2") else 1
+    biased = {
+        Half.attention: spec.qkv_bias,
+        Half.ffn: spec.mlp_bias,
+    }
+    outputs = {Half.attention: rows, Half.ffn: gates}
+    features = {Half.attention: sharing * size, Half.ffn: 1}
+    tokens = micro * sequence
+    matrices = {half: hidden * (outputs[half] + features[half]) for half in Half}
+    return BlockWork(
+        ranks=ranks,
+        blocks=blocks,
+        tokens=tokens,
+        units={Half.attention: spec.kv_heads // ranks, Half.ffn: spec.ffn // ranks},
+        unit_numel={half: matrices[half] + (outputs[half] if biased[half] else 0) for half in Half},
+        unit_features=features,
+        unit_flop={half: 2 * tokens * matrices[half] for half in Half},
+        hidden=hidden,
+        element_bytes=element_bytes,
+    )

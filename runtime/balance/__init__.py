@@ -1,0 +1,1 @@
+"""Carries the actions of a balancing policy out on the layers of a tensor group."""
