@@ -76,8 +76,8 @@ def _refuse_layers(experiment: ExperimentConf, which: str) -> None:
     parallel = experiment.parallel
     if parallel.pipeline == 1:
         raise ValueError(
-            f"parallel.pipeline=1 with {which}: must be > 1, for blocks move between stages; use balance=resize, migrate "
-            "or semi for tensor ranks, or balance=batch for replicas"
+            f"parallel.pipeline=1 with {which}: must be > 1, for blocks move between stages; use balance=resize, "
+            "migrate or semi for tensor ranks, or balance=batch for replicas"
         )
     if parallel.virtual_stages > 1:
         raise ValueError(f"parallel.virtual_stages={parallel.virtual_stages} with {which}: must be 1")

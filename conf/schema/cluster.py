@@ -312,7 +312,9 @@ class ClusterConf:
     wan_latency_ns: int = 0  # one traversal, site to site
     # {rank: factor}, or a list of {rank, factor, from_s, until_s} or, by optimizer steps, {.., from_step, until_step}
     slowdown: Any = None
-    slowdown_by: SlowdownBy = SlowdownBy.device
+    slowdown_by: SlowdownBy = (
+        SlowdownBy.device
+    )  # what of a slow rank's work is slow, and how the runtime makes it so
     # a list of {node | rank, factor, from_s, until_s}: of a node's links to the others, or of a rank's own to its node
     link_slowdown: Any = None
     # a list of {rank, at_s} or {node, at_s, until_s} (of a node: its links, which carry nothing until then, or never
