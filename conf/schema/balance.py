@@ -75,9 +75,8 @@ class BalanceConf:
     # between, and from 0 at 0
     loss_points: dict[str, float] = field(default_factory=lambda: {"0.25": 0.3, "0.5": 0.7, "0.75": 1.5})
     way: Way = Way.paired  # migrate, semi
-    pretest: bool = (
-        True  # migrate, semi: two timed movements of each kind before the first step; else nothing is known
-    )
+    # migrate, semi: two timed movements of each kind before the first step; without, movement counts as free
+    pretest: bool = True
 
     def __post_init__(self) -> None:
         require(self.name in BALANCES, "balance.name", self.name, f"one of {list(BALANCES)}")
