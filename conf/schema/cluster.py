@@ -314,6 +314,19 @@ class ClusterConf:
     slowdown: Any = None
     # what of a slow rank's work is slow, and how the runtime makes it so
     slowdown_by: SlowdownBy = SlowdownBy.device
+    # a list of {node | rank, factor, from_s, until_s}: of a node's links to the others, or of a rank's own to its node
+    link_slowdown: Any = None
+    # a list of {rank, at_s} or {node, at_s, until_s} (of a node: its links, which carry nothing until then, or never
+    # again), or {mtbf_s, link_mtbf_s}: the first of a rank and of a node's links, drawn by `seed`
+    failures: Any = None
+    # the runtime sleeps matmuls out to it, a unit's or (layouts) each
+    emulated_flops_per_s: float | None = None
+    guesses: dict[str, Any] = field(default_factory=dict)  # guessed key -> [worst, best]
+    fitted: dict[str, str] = field(default_factory=dict)  # key that was fitted -> on which published rows
+    source: str = ""  # where the figures come from
+
+    def __post_init__(self) -> None:
+        require(self.nodes >= 1, "cluster.nodes", self.nodes, ">= 1")
         require(self.devices_per_node >= 1, "cluster.devices_per_node", self.devices_per_node, ">= 1")
         size = f"{self.nodes} * {self.devices_per_node}"
         require(self.num_ranks <= MAX_RANKS, "cluster.nodes * devices_per_node", size, f"<= {MAX_RANKS}")
