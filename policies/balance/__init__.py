@@ -17,7 +17,7 @@ from .policy import (
     is_balance_event,
     parse_balance_event,
 )
-from .work import BlockWork, Product, block_work
+from .work import BlockWork, Product, block_work, column_work
 
 __all__ = [
     "LEND_STREAM",
@@ -36,6 +36,7 @@ __all__ = [
     "Product",
     "Prune",
     "block_work",
+    "column_work",
     "describe_balance_actions",
     "describe_balance_event",
     "is_balance_event",

@@ -33,6 +33,10 @@ class Assignment:
                     raise ValueError(
                         f"rank {rank} is to lend {lent} units of {half.value} to others, and has {own}"
                     )
+                if lent == own and self.work.by_columns:
+                    raise ValueError(
+                        f"rank {rank} is to lend all its columns of {half.value}: it must keep one unit"
+                    )
                 if lent and self.received(half, rank):
                     raise ValueError(f"rank {rank} both lends units of {half.value} and is lent some")
 

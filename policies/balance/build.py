@@ -1,10 +1,10 @@
 """From a config to the balancing policy of a tensor group, and to what its blocks come to."""
 
 from ...conf.model_spec import ModelSpec
-from ...conf.schema import BalanceConf, ExperimentConf
+from ...conf.schema import BalanceConf, ExperimentConf, Way
 from ..layout import ParallelLayout
 from .policy import BalancePolicy
-from .work import BlockWork, block_work
+from .work import BlockWork, block_work, column_work
 
 
 def balanced_work(
@@ -13,7 +13,7 @@ def balanced_work(
     """What a block comes to where the ranks of tensor groups are balanced; None where they are not."""
     if layout is None or not experiment.balance.of_tensor_ranks:
         return None
-    return block_work(
+    even = block_work(
         spec,
         ranks=layout.tensor,
         blocks=layout.num_layers // layout.stages,
@@ -21,6 +21,8 @@ def balanced_work(
         sequence=(experiment.batch.sequence or spec.sequence) // layout.sequence,
         element_bytes=experiment.precision.element_bytes,
     )
+    by_columns = experiment.balance.moves and experiment.balance.way is not Way.paired
+    return column_work(spec, even) if by_columns else even
 
 
 def build_balance(conf: BalanceConf, work: BlockWork) -> BalancePolicy:

@@ -1,8 +1,9 @@
 """What a block of a model comes to on the ranks of a tensor group, in units that can move."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from math import gcd
 
 from ...conf.model_spec import ModelSpec
 from .policy import Half
@@ -40,6 +41,7 @@ class BlockWork:
         unit_flop: Of its products, forward, a micro-batch.
         hidden: Contraction columns of the half's first product.
         element_bytes: Of weights when they are used.
+        by_columns: A unit is a share of the contraction columns of each product, and not heads or hidden features.
     """
 
     ranks: int
@@ -51,6 +53,7 @@ class BlockWork:
     unit_flop: Mapping[Half, int]
     hidden: int
     element_bytes: int
+    by_columns: bool = False
 
     def unit_bytes(self, half: Half) -> int:
         """Of a unit's weights and biases, one way."""
@@ -58,7 +61,9 @@ class BlockWork:
 
     def columns(self, product: Product, units: int) -> int:
         """Contraction columns of a product of a rank that computes so many units."""
-        return self.hidden if product.is_first else units * self.unit_features[product.half]
+        if not product.is_first:
+            return units * self.unit_features[product.half]
+        return units * (self.hidden // self.units[product.half]) if self.by_columns else self.hidden
 
 
 def block_work(
@@ -92,4 +97,25 @@ def block_work(
         unit_flop={half: 2 * tokens * matrices[half] for half in Half},
         hidden=hidden,
         element_bytes=element_bytes,
+    )
+
+
+def column_work(spec: ModelSpec, even: BlockWork) -> BlockWork:
+    """The same, where columns of each matrix move: as many units as columns of all four allow."""
+    features = {half: even.units[half] * even.unit_features[half] for half in Half}
+    units = gcd(even.hidden, *features.values())
+    outputs = {Half.attention: (spec.heads + 2 * spec.kv_heads) * spec.head_dim, Half.ffn: spec.ffn}
+    if spec.family in ("llama", "qwen2"):
+        outputs[Half.ffn] *= 2
+    numel = {
+        half: (outputs[half] // even.ranks * even.hidden + features[half] * even.hidden) // units
+        for half in Half
+    }
+    return replace(
+        even,
+        units=dict.fromkeys(Half, units),
+        unit_numel=numel,
+        unit_features={half: features[half] // units for half in Half},
+        unit_flop={half: 2 * even.tokens * numel[half] for half in Half},
+        by_columns=True,
     )

@@ -19,7 +19,10 @@ from ...policies.plan import (
     Apply,
     Broadcast,
     Collective,
+    Join,
     Multiply,
+    Part,
+    Place,
     Plan,
     ReduceOp,
     ReduceScatter,
@@ -164,7 +167,27 @@ class _Run:
                 group = self.interpreter.groups[step.axis]
                 (x,) = (self._read(name) for name in step.reads)
                 return {step.writes[0]: self._parts(x, group, step.dim)[group.index]}
+            case Part():
+                (x,) = (self._read(name) for name in step.reads)
+                # a copy, also of rows: a parameter's memory may be let go until backward
+                return {step.writes[0]: x.narrow(step.dim, step.first, step.size).contiguous()}
+            case Place():
+                return {step.writes[0]: self._place(step)}
+            case Join():
+                return {step.writes[0]: torch.cat([self._read(name) for name in step.reads], step.dim)}
         raise TypeError(f"a layer's plan has no step {type(step).__name__} that the runtime knows")
+
+    def _place(self, step: Place) -> Tensor:
+        (x,) = (self._read(name) for name in step.reads)
+        if step.add:
+            total = self._read(step.writes[0])
+            total.narrow(step.dim, step.first, x.shape[step.dim]).add_(x)
+            return total
+        shape = list(x.shape)
+        shape[step.dim] = step.total
+        total = x.new_zeros(shape)
+        total.narrow(step.dim, step.first, x.shape[step.dim]).copy_(x)
+        return total
 
     def _parts(self, x: Tensor, group: Group, dim: int) -> Sequence[Tensor]:
         if x.shape[dim] % group.size:
