@@ -8,7 +8,7 @@ from typing import Any
 
 from .limits import require
 
-LOSS_POINTS = {"0.25": 0.3, "0.5": 0.7, "0.75": 1.5}
+LOSS_POINTS = ((0.25, 0.3), (0.5, 0.7), (0.75, 1.5))
 BALANCES = ("none", "resize", "migrate", "semi", "batch", "layers")
 
 
@@ -73,8 +73,8 @@ class BalanceConf:
     pruned_state: PrunedState = PrunedState.moving  # resize, semi
     # resize, semi: points of accuracy that pruning may cost; null: no bound but max_ratio
     accuracy_budget: float | None = None
-    # resize, semi: [[ratio, points], ...] that pruning one rank of a group throughout a training costs; straight lines lie
-    # between, and from 0 at 0. null: as was measured on fashion_mnist (LOSS_POINTS)
+    # resize, semi: [[ratio, points], ...] that pruning one rank of a group throughout a training costs; straight lines
+    # lie between, and from 0 at 0. null: as was measured on fashion_mnist (LOSS_POINTS)
     loss_points: Any = None
     way: Way = Way.paired  # migrate, semi
     # migrate, semi: two timed movements of each kind before the first step; without, movement counts as free
@@ -89,8 +89,12 @@ class BalanceConf:
         require(0 <= self.max_ratio < 1, "balance.max_ratio", self.max_ratio, "in [0, 1)")
         budget = self.accuracy_budget
         require(budget is None or budget >= 0, "balance.accuracy_budget", budget, ">= 0 points, or null")
-        given = LOSS_POINTS if self.loss_points is None else self.loss_points
-        self.loss_points = {str(ratio): points for ratio, points in _points(given)}
+        _points(self.loss_points)
+
+    @property
+    def points(self) -> tuple[tuple[float, float], ...]:
+        """(ratio, points of accuracy that it costs), in the order of ratios."""
+        return _points(self.loss_points)
 
     @property
     def active(self) -> bool:
@@ -110,8 +114,10 @@ class BalanceConf:
         return self.name in ("migrate", "semi")
 
 
-def _points(given: Any) -> list[tuple[float, float]]:
+def _points(given: Any) -> tuple[tuple[float, float], ...]:
     """(ratio, points) in the order of ratios, of which points must not fall."""
+    if given is None:
+        return LOSS_POINTS
     key = "balance.loss_points"
     pairs = list(given.items()) if isinstance(given, Mapping) else given
     try:
@@ -129,4 +135,4 @@ def _points(given: Any) -> list[tuple[float, float]]:
     )
     falls = any(later < earlier for (_, earlier), (_, later) in itertools.pairwise(found))
     require(not falls and found[0][1] >= 0, key, given, ">= 0 points that do not fall with the ratio")
-    return found
+    return tuple(found)
