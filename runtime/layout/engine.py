@@ -301,7 +301,8 @@ class LayoutEngine:
             total = evaluate_in_turn(model, batches, lambda: num_right(model))
         else:
             total = self._through_stages(batches)
-        return total / self._same_loss
+        total[0] /= self._same_loss  # answers are counted once
+        return total
 
     def _through_stages(self, batches: MicroBatches) -> Tensor:
         """Each batch through all parts; a stage goes on with the next one as soon as it has sent."""
