@@ -19,6 +19,7 @@ from ...policies.plan import (
     Apply,
     Broadcast,
     Collective,
+    Gather,
     Join,
     Multiply,
     Part,
@@ -27,6 +28,7 @@ from ...policies.plan import (
     ReduceOp,
     ReduceScatter,
     ReduceTo,
+    Scatter,
     SendRecv,
     Slice,
     Step,
@@ -218,6 +220,10 @@ class _Run:
                 self._broadcast(i, step, group, xs[0])
             case ReduceTo():
                 self._reduce_to(i, step, group, xs[0])
+            case Scatter():
+                self._scatter(i, step, group, xs[0])
+            case Gather():
+                self._gather(i, step, group, xs[0])
             case _:
                 raise TypeError(
                     f"a layer's plan has no collective {type(step).__name__} that the runtime knows"
@@ -321,6 +327,57 @@ class _Run:
             self._row(i, "reduce", group, x),
             lambda later: self.interpreter.collectives.reduce(group, x.view(-1), root, later=later),
             (lambda: (x,)) if is_root else (lambda: ()),
+        )
+
+    def _scatter(self, i: int, step: Scatter, group: Group, x: Tensor) -> None:
+        """Written where a part arrives: not at the root, nor where nothing does."""
+        if not step.takes_part(group.index):
+            return
+        front = x.movedim(step.dim, 0)
+        numel = front[:1].numel()
+        here = group.index == step.root
+        rows = front.reshape(len(front), numel).contiguous() if here else None
+        out = None if here else x.new_empty(step.parts[group.index], numel)
+        shape = front.shape[1:]
+        self._carry(
+            i,
+            self._row_of_parts(i, "scatter", group, step, numel * x.element_size()),
+            lambda later: self.interpreter.collectives.scatter(
+                group, rows, out, step.root, step.parts, later=later
+            ),
+            lambda: () if out is None else (out.view(-1, *shape).movedim(0, step.dim),),
+        )
+
+    def _gather(self, i: int, step: Gather, group: Group, x: Tensor) -> None:
+        """Written at the root alone."""
+        if not step.takes_part(group.index):
+            return
+        front = x.movedim(step.dim, 0)
+        numel = front[:1].numel()
+        here = group.index == step.root
+        rows = None if here else front.reshape(len(front), numel).contiguous()
+        out = x.new_empty(sum(step.parts), numel) if here else None
+        shape = front.shape[1:]
+        self._carry(
+            i,
+            self._row_of_parts(i, "gather", group, step, numel * x.element_size()),
+            lambda later: self.interpreter.collectives.gather(
+                group, rows, out, step.root, step.parts, later=later
+            ),
+            lambda: () if out is None else (out.view(-1, *shape).movedim(0, step.dim),),
+        )
+
+    def _row_of_parts(
+        self, i: int, op: str, group: Group, step: Scatter | Gather, row_bytes: int
+    ) -> Collecting:
+        return self.interpreter.ledger.collective(
+            op=op,
+            axis=group.axis,
+            group=group.ranks,
+            payload_bytes=sum(step.parts) * row_bytes,
+            stream=self.plan.stream_of(i),
+            layer=self.label,
+            later=self._is_beside(i),
         )
 
     def _shift(self, i: int, step: SendRecv, group: Group, xs: Sequence[Tensor]) -> None:
