@@ -7,7 +7,7 @@ from typing import Self
 
 from ...conf.schema import BalanceConf
 
-HALVINGS = 40  # of an interval, when the largest ratio within a budget is looked for
+HALVINGS = 20  # of an interval, when the largest ratio within a budget is looked for
 DIGITS = 1e4  # ratios are cut after four digits: what the log of decisions shows
 
 

@@ -97,13 +97,10 @@ class Search:
         unit_ns = [
             time_ns * (1 - ratios.get(rank, 0.0)) for rank, time_ns in enumerate(self._speeds.unit_ns[half])
         ]
-        found: dict[Lending, tuple[Lending, HalfTimes, int]] = {}
-        for share in shares:
-            # a rank that computed nothing at all would never be seen to recover
-            lending = lend(
-                unit_ns, work.units[half], self._room[half], share=share, at_least=int(half is Half.ffn)
-            )
-            if lending not in found:
-                times = half_times(work, half, unit_ns, lending, cost)
-                found[lending] = (lending, times, sum(lending.lent) * work.unit_bytes(half))
-        return list(found.values())
+        # a rank that computed nothing at all would never be seen to recover
+        at_least = int(half is Half.ffn)
+        lendings = lend(unit_ns, work.units[half], self._room[half], shares, at_least=at_least)
+        return [
+            (lending, half_times(work, half, unit_ns, lending, cost), sum(lending.lent) * work.unit_bytes(half))
+            for lending in dict.fromkeys(lendings)
+        ]

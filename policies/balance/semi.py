@@ -39,8 +39,8 @@ def pruning_candidates(
     """
     times = speeds.even_ns(work)
     slow = sorted(speeds.stragglers, key=lambda rank: (-times[rank], rank))
-    subsets = [slow] + [slow[:count] for count in range(1, len(slow))]
-    subsets += [slow[-count:] for count in range(1, len(slow))]
+    counts = sorted({1, len(slow) // 2, len(slow) - 1} - {0, len(slow)})
+    subsets = [slow] + [slow[:count] for count in counts] + [slow[-count:] for count in counts]
     found: list[dict[int, float]] = [{}]
     for subset in subsets:
         of_subset = {rank: times[rank] for rank in subset}

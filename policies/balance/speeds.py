@@ -1,7 +1,7 @@
 """How fast the ranks of a group are, from times that noise makes uncertain, and which of them are stragglers.
 
-Logarithms are compared, for a rank is slow by a factor. One window of measurements holds for the whole group, from the
-last change of any rank on: what slows all ranks alike then changes no ratio.
+Logarithms are compared, for a rank is slow by a factor. What slows all ranks alike (the median of all) is taken off, for
+no ratio changes by it; then each rank is averaged from its own last change on.
 """
 
 import math
@@ -19,14 +19,16 @@ from .work import BlockWork, Product
 HALVES = tuple(Half)
 WINDOW = 16  # measurements that are averaged
 PRIOR_NOISE = 0.1  # of one measurement, before there is any to tell
-PRIOR_WEIGHT = 8.0  # in measurements of one rank
+PRIOR_WEIGHT = 4.0  # in measurements of one rank
 FORGET = 0.9  # a period's share in the estimate of noise, once the next is there
 LEAST_NOISE = 0.02
-# Means of so many last measurements are compared with those before; so many standard deviations are a change. Of 8
-# ranks in 200 periods with nothing but noise, the first then sees one change in ten such runs, the others a few a run,
-# which cost no more than a shorter window.
+# Means of so many last measurements are compared with those before; so many standard deviations are a change. With
+# nothing but noise the first sees one in a hundred ranks in 200 periods. The others see about one a rank, which costs
+# no more than a shorter average.
 CHANGES = ((1, 4.0), (2, 3.0), (4, 3.0))
-ENTER_DEVIATIONS = 3.0  # beyond the slack, for a rank to be taken for a straggler
+# Beyond the slack, for a rank to be taken for a straggler: after one measurement, which has just made a stir, and after
+# several.
+ENTER_DEVIATIONS = (3.0, 2.0)
 LEAVE_DEVIATIONS = 1.0  # beyond half of the slack, for a straggler to stay one
 CLIP = 2.0  # deviations beyond it count as it in the estimate of noise, so that a change is no noise
 CLIPPED_VARIANCE = 0.92  # of a normal variable of variance 1, cut off there
@@ -42,8 +44,8 @@ class Speeds:
         unit_ns: [ranks] for each half: what a unit of all blocks takes in one step, nothing pruned. Ranks that are no
             stragglers have the same.
         stragglers: Ascending.
-        error: Standard error of the ratio of a straggler's time to that of the others.
-        fresh: Whether nothing but the last measurement is known: something has just changed.
+        error: Standard error of the ratio of a straggler's time to that of the others; the largest.
+        fresh: Whether of some rank nothing but the last measurement is known: its speed has just changed.
     """
 
     unit_ns: Mapping[Half, tuple[float, ...]]
@@ -59,7 +61,7 @@ class Speeds:
 
 
 class SpeedTracker:
-    """Averages measurements as long as nothing changes, and begins anew when a rank's speed does.
+    """Averages a rank's measurements as long as its speed does not change, and begins anew when it does.
 
     A rank is a straggler if it takes longer than those that are as fast as the fastest, by more than the slack. The
     median will not do as a reference: with half of the ranks slow, or one of two, it is itself a slow rank's. The
@@ -71,8 +73,9 @@ class SpeedTracker:
         flop = [work.units[half] * work.unit_flop[half] for half in HALVES]
         self._weights = np.array(flop) / sum(flop)  # [halves]
         self._slack = math.log1p(slack)
-        self._window: list[Logs] = []
-        self._unsettled: tuple[int, ...] = ()  # ranks whose last measurement may hold steps from before a change
+        self._rows: list[Logs] = []  # what befell all ranks taken off; NaN where a rank has changed since
+        self._common = 0.0  # what was taken off the last
+        self._unsettled: frozenset[int] = frozenset()  # whose last measurement may hold steps from before a change
         self._stragglers: frozenset[int] = frozenset()
         self._squares, self._weight = PRIOR_WEIGHT * PRIOR_NOISE**2, PRIOR_WEIGHT
 
@@ -86,26 +89,20 @@ class SpeedTracker:
             ValueError: If it is not of as many ranks as the group has.
         """
         self._take(self._logs(event, assignment))
-        mean = self._mean()
-        # of a log ratio of one rank to one other, of what is averaged
-        error = self._noise / math.sqrt(len(self._window))
-        group = self._fast(self._pooled(mean), error)
-        self._stragglers = frozenset(range(self._work.ranks)) - frozenset(group)
-        common = np.exp(mean[:, group].mean(axis=1))
-        single = np.exp(mean)
+        ranks = range(self._work.ranks)
+        mean, counts = _mean(self._rows), _counts(self._rows)
+        errors = [self._noise / math.sqrt(count) for count in counts]
+        group = self._fast(self._pooled(mean), errors, counts)
+        self._stragglers = frozenset(ranks) - frozenset(group)
+        times = np.exp(mean + self._common)
+        common = np.exp(mean[:, group].mean(axis=1) + self._common)
         unit_ns = {
-            half: tuple(
-                float(single[i, rank] if rank in self._stragglers else common[i])
-                for rank in range(self._work.ranks)
-            )
+            half: tuple(float(times[i, rank] if rank in self._stragglers else common[i]) for rank in ranks)
             for i, half in enumerate(HALVES)
         }
-        return Speeds(
-            unit_ns,
-            tuple(sorted(self._stragglers)),
-            error * math.sqrt(1 + 1 / len(group)),
-            fresh=len(self._window) == 1,
-        )
+        of_group = math.sqrt(sum(errors[rank] ** 2 for rank in group)) / len(group)
+        error = max((math.hypot(errors[rank], of_group) for rank in self._stragglers), default=of_group)
+        return Speeds(unit_ns, tuple(sorted(self._stragglers)), error, fresh=min(counts) == 1)
 
     # ---- what is measured
 
@@ -131,10 +128,9 @@ class SpeedTracker:
             return logs
         whole = ~gaps.any(axis=0)
         between = float(np.mean(logs[1, whole] - logs[0, whole])) if whole.any() else 0.0
-        other = np.array([logs[1] - between, logs[0] + between])
-        filled = np.where(gaps, other, logs)
+        filled = np.where(gaps, np.array([logs[1] - between, logs[0] + between]), logs)
         if np.isnan(filled).any():  # a rank that computed nothing at all is as slow as it was
-            before = self._mean() if self._window else np.nanmean(logs, axis=1, keepdims=True)
+            before = _mean(self._rows) + self._common if self._rows else np.nanmean(filled, axis=1)[:, None]
             filled = np.where(np.isnan(filled), before, filled)
         return filled
 
@@ -145,77 +141,103 @@ class SpeedTracker:
         """Standard deviation of the logarithm of one measurement of one rank."""
         return max(LEAST_NOISE, math.sqrt(self._squares / self._weight))
 
-    def _mean(self) -> Logs:
-        return np.mean(self._window, axis=0)
-
     def _pooled(self, logs: Logs) -> list[float]:
         """[ranks], over both halves by their work: a rank is slow in both."""
         pooled: list[float] = (self._weights @ logs).tolist()
         return pooled
 
     def _take(self, logs: Logs) -> None:
-        if not self._window:
-            self._window, self._unsettled = [logs], tuple(range(self._work.ranks))
+        everyone = frozenset(range(self._work.ranks))
+        if not self._rows:
+            self._rows, self._unsettled = [logs], everyone
             return
-        noise = self._noise * math.sqrt(1 + 1 / max(1, self._work.ranks - 1))  # a rank against the others
-        unlike = self._against_others(self._pooled(logs - self._mean()))
-        window = [*self._window, logs]
-        changed = self._changed(window, noise)
-        self._learn_noise(unlike, noise * math.sqrt(1 + 1 / len(self._window)))
-        if changed is not None:
-            last, ranks = changed
-            self._window = window[-last:]
-            self._unsettled = ranks if last == 1 else ()
-        elif any(abs(unlike[rank]) > noise * math.sqrt(2) for rank in self._unsettled):
-            self._window, self._unsettled = [logs], ()
-        else:
-            self._window, self._unsettled = window[-WINDOW:], ()
+        mean = _mean(self._rows)
+        self._common = median(self._pooled(logs - mean))
+        row = logs - self._common
+        unlike = self._pooled(row - mean)
+        rows = [*self._rows, row]
+        changed = self._changed(rows)
+        noise = self._noise * self._relative
+        self._learn_noise(unlike, _counts(self._rows))
+        for rank in self._unsettled - changed.keys():
+            if abs(unlike[rank]) > noise * math.sqrt(2):
+                changed[rank] = 1
+        unsettled = {rank for rank, last in changed.items() if last == 1 and rank not in self._unsettled}
+        self._rows = _without(rows, changed)[-WINDOW:]
+        self._unsettled = frozenset(unsettled)
 
-    def _changed(self, window: Sequence[Logs], noise: float) -> tuple[int, tuple[int, ...]] | None:
-        """How many last measurements show a change, and of which ranks; None: nothing has changed."""
+    @property
+    def _relative(self) -> float:
+        """Noise of a rank against the common, by that of a rank alone."""
+        return math.sqrt(1 - 1 / self._work.ranks) if self._work.ranks > 1 else 1.0
+
+    def _changed(self, rows: Sequence[Logs]) -> dict[int, int]:
+        """Ranks whose speeds have changed, and how many last measurements show it."""
+        changed: dict[int, int] = {}
         for last, deviations in CHANGES:
-            before = len(window) - last
-            if before < 1:
-                return None
-            step = np.mean(window[-last:], axis=0) - np.mean(window[:-last], axis=0)
-            bound = max(deviations * noise * math.sqrt(1 / last + 1 / before), self._slack / 2)
-            unlike = self._against_others(self._pooled(step))
-            ranks = tuple(rank for rank, by in enumerate(unlike) if abs(by) > bound)
-            if ranks:
-                return last, ranks
-        return None
+            if len(rows) <= last:
+                break
+            before = _counts(rows[:-last])
+            after = _counts(rows[-last:])
+            step = self._pooled(_mean(rows[-last:]) - _mean(rows[:-last]))
+            for rank, by in enumerate(step):
+                if rank in changed or not before[rank] or after[rank] < last:
+                    continue
+                noise = deviations * self._noise * math.sqrt(1 / last + 1 / before[rank])
+                if abs(by) > max(noise, self._slack / 2) * self._relative:
+                    changed[rank] = last
+        return changed
 
-    def _learn_noise(self, unlike: Sequence[float], expected: float) -> None:
-        scale = self._noise / expected  # to one measurement's
-        clipped = [min(abs(by) * scale, CLIP * self._noise) for by in unlike]
-        self._squares = FORGET * self._squares + sum(by**2 for by in clipped) / CLIPPED_VARIANCE
-        self._weight = FORGET * self._weight + len(clipped)
-
-    @staticmethod
-    def _against_others(values: Sequence[float]) -> list[float]:
-        """Less the median of all others, so that what befalls all ranks does not show."""
-        if len(values) == 1:
-            return [0.0]
-        return [
-            value - median([*values[:rank], *values[rank + 1 :]]) for rank, value in enumerate(values)
-        ]
+    def _learn_noise(self, unlike: Sequence[float], counts: Sequence[int]) -> None:
+        limit = CLIP * self._noise
+        squares = 0.0
+        for by, count in zip(unlike, counts, strict=True):
+            alone = abs(by) / (self._relative * math.sqrt(1 + 1 / count))  # one measurement's share in it
+            squares += min(alone, limit) ** 2
+        self._squares = FORGET * self._squares + squares / CLIPPED_VARIANCE
+        self._weight = FORGET * self._weight + len(counts)
 
     # ---- who is slow
 
-    def _fast(self, pooled: Sequence[float], error: float) -> list[int]:
+    def _fast(self, pooled: Sequence[float], errors: Sequence[float], counts: Sequence[int]) -> list[int]:
         """Ranks that are as fast as the fastest, ascending."""
         order = sorted(range(len(pooled)), key=lambda rank: (pooled[rank], rank))
         group = order[:1]
         for rank in order[1:]:
             mean = sum(pooled[member] for member in group) / len(group)
-            known = error * math.sqrt(1 + 1 / len(group))
+            of_group = math.sqrt(sum(errors[member] ** 2 for member in group)) / len(group)
+            error = math.hypot(errors[rank], of_group)
             if rank in self._stragglers:
-                bound = self._slack / 2 + LEAVE_DEVIATIONS * known
+                bound = self._slack / 2 + LEAVE_DEVIATIONS * error
             else:
-                bound = self._slack + ENTER_DEVIATIONS * known
+                bound = self._slack + ENTER_DEVIATIONS[counts[rank] > 1] * error
             if pooled[rank] - mean <= bound:
                 group.append(rank)
         return sorted(group)
+
+
+def _counts(rows: Sequence[Logs]) -> list[int]:
+    """[ranks], measurements that are averaged."""
+    counts: list[int] = (~np.isnan(np.array(rows)[:, 0])).sum(axis=0).tolist()
+    return counts
+
+
+def _mean(rows: Sequence[Logs]) -> Logs:
+    """[halves, ranks]; NaN of a rank without any."""
+    stacked = np.array(rows)
+    known = ~np.isnan(stacked)
+    counts = known.sum(axis=0)
+    sums = np.where(known, stacked, 0.0).sum(axis=0)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+
+
+def _without(rows: Sequence[Logs], changed: Mapping[int, int]) -> list[Logs]:
+    """Of ranks that have changed only so many last rows are left."""
+    left = [row.copy() for row in rows] if changed else list(rows)
+    for rank, last in changed.items():
+        for row in left[:-last]:
+            row[:, rank] = np.nan
+    return left
 
 
 def kept_share(assignment: Assignment, half: Half, rank: int) -> float:
@@ -232,9 +254,10 @@ def kept_share(assignment: Assignment, half: Half, rank: int) -> float:
         if product.half is half
     }
     total = 0.0
-    for name, product in work.products():
+    each = assignment.names_products(rank)
+    for name, product in work.products(work.blocks if each else 1):
         if product in sizes:
             columns, share = sizes[product]
             kept = kept_columns(columns, assignment.ratio(rank, name))
             total += share * (kept / columns if columns else 1.0)
-    return total / work.blocks
+    return total / (work.blocks if each else 1)

@@ -1,6 +1,6 @@
 """Units shared out so that the slowest rank is done first, and what of that each slow rank lends to whom."""
 
-import math
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,10 +54,10 @@ def lend(
     unit_ns: Sequence[float],
     own: int,
     room: Sequence[int],
+    shares: Sequence[float] = (1.0,),
     *,
-    share: float = 1.0,
     at_least: int = 0,
-) -> Lending:
+) -> list[Lending]:
     """What ranks of `own` units each lend and borrow for the earliest end, or for a part of the way to it.
 
     Of all that end equally early it moves the fewest units, to the fewest ranks.
@@ -65,26 +65,36 @@ def lend(
     Args:
         unit_ns: [ranks], > 0.
         room: [ranks], that a rank can borrow.
-        share: Of the time that an even split would take longer than the best: what of it is gained, at the most.
+        shares: Of the time that an even split takes longer than the best: what of it is gained, at the least. For
+            each, an answer.
         at_least: Units that each rank keeps, if it has them.
     """
-    ranks = range(len(unit_ns))
     even_ns = own * max(unit_ns)
     best = split_units(unit_ns, own * len(unit_ns), [own + units for units in room])
     best_ns = max(time * units for time, units in zip(unit_ns, best, strict=True))
-    level = (even_ns - share * (even_ns - best_ns)) * (1 + ROUNDING)
-    lent = [max(0, own - max(min(own, at_least), int(level / time))) for time in unit_ns]
+    return [
+        _lend_to_level(
+            unit_ns, own, room, (even_ns - share * (even_ns - best_ns)) * (1 + ROUNDING), min(own, at_least)
+        )
+        for share in shares
+    ]
+
+
+def _lend_to_level(
+    unit_ns: Sequence[float], own: int, room: Sequence[int], level: float, at_least: int
+) -> Lending:
+    """Such that no rank takes longer than `level`, which is no earlier than the best."""
+    lent = [max(0, own - max(at_least, int(level / time))) for time in unit_ns]
     moved = sum(lent)
+    borrowed = [0] * len(unit_ns)
     if not moved:
-        return Lending((0,) * len(unit_ns), (0,) * len(unit_ns))
-    helpers = [rank for rank in ranks if not lent[rank]]
+        return Lending(tuple(lent), tuple(borrowed))
+    helpers = [rank for rank, units in enumerate(lent) if not units]
     times, rooms = [unit_ns[rank] for rank in helpers], [room[rank] for rank in helpers]
     loads = _fill(times, [own] * len(helpers), rooms, moved)
-    # those that borrow until then: who has room for many comes first, so that few get a message
-    until = max(
-        time * (own + units) for time, units in zip(times, loads, strict=True) if units
-    ) * (1 + ROUNDING)
-    borrowed = [0] * len(unit_ns)
+    until = max(time * (own + units) for time, units in zip(times, loads, strict=True) if units)
+    until *= 1 + ROUNDING
+    # Until then some have room for more than others. Who has most comes first, so that few get a message.
     open_units = {
         rank: min(limit, int(until / time) - own)
         for rank, time, limit in zip(helpers, times, rooms, strict=True)
@@ -150,31 +160,41 @@ def _fill(unit_ns: Sequence[float], base: Sequence[int], room: Sequence[int], am
     """
     if sum(room) < amount:
         raise ValueError(f"{amount} units have room for {sum(room)} only, {list(room)} on each rank")
-    count = len(unit_ns)
-    added = [0] * count
-    full = [limit <= 0 for limit in room]
-    while True:
-        active = [i for i in range(count) if not full[i]]
-        left = amount - sum(added[i] for i in range(count) if full[i])
-        while active:  # without those that have more to do already than the level
-            rate = sum(1 / unit_ns[i] for i in active)
-            level = (left + sum(base[i] for i in active)) / rate * (1 - ROUNDING)
-            above = [i for i in active if base[i] * unit_ns[i] > level]
-            if not above or len(above) == len(active):
+    added = [0] * len(unit_ns)
+    full = {i for i, limit in enumerate(room) if limit <= 0}
+    while len(full) < len(unit_ns):
+        active = [i for i in range(len(unit_ns)) if i not in full]
+        left = amount - sum(added[i] for i in full)
+        for i in active:
+            added[i] = 0
+        while True:  # without those that have more to do already than the level
+            units, rate = left, 0.0
+            for i in active:
+                units += base[i]
+                rate += 1 / unit_ns[i]
+            level = units / rate * (1 - ROUNDING)
+            below = [i for i in active if base[i] * unit_ns[i] <= level]
+            if len(below) in (0, len(active)):
                 break
-            active = [i for i in active if i not in above]
-        for i in range(count):
-            if not full[i]:
-                added[i] = max(0, int(level / unit_ns[i]) - base[i]) if i in active else 0
+            active = below
+        for i in active:
+            added[i] = max(0, int(level / unit_ns[i]) - base[i])
         over = [i for i in active if added[i] >= room[i]]
         if not over:
             break
         for i in over:
-            added[i], full[i] = room[i], True
-    for _ in range(amount - sum(added)):
-        i = min(
-            (j for j in range(count) if added[j] < room[j]),
-            key=lambda j: ((base[j] + added[j] + 1) * unit_ns[j], j),
-        )
+            added[i] = room[i]
+        full.update(over)
+    left = amount - sum(added)
+    done = [
+        ((base[i] + added[i] + 1) * unit_ns[i], i) for i in range(len(unit_ns)) if added[i] < room[i]
+    ]
+    heapq.heapify(done)
+    for _ in range(left):
+        _, i = done[0]
         added[i] += 1
+        if added[i] < room[i]:
+            heapq.heapreplace(done, ((base[i] + added[i] + 1) * unit_ns[i], i))
+        else:
+            heapq.heappop(done)
     return added

@@ -69,9 +69,13 @@ class BlockWork:
         both = self.unit_flop[half] / (2 * self.tokens * self.hidden)
         return 1 - self.unit_features[half] / both
 
-    def products(self) -> Iterator[tuple[str, Product]]:
-        """Names that actions give a stage's products, in the order of forward: blocks count from 0 in each stage."""
-        for block in range(self.blocks):
+    def products(self, blocks: int | None = None) -> Iterator[tuple[str, Product]]:
+        """Names that actions give a stage's products, in the order of forward: blocks count from 0 in each stage.
+
+        Args:
+            blocks: The first so many; None: all.
+        """
+        for block in range(self.blocks if blocks is None else blocks):
             for product in Product:
                 yield f"block.{block}.{product.value}", product
 
