@@ -84,6 +84,10 @@ class Assignment:
     def prunes(self, rank: int) -> bool:
         return any(self._ratios[rank].values())
 
+    def names_products(self, rank: int) -> bool:
+        """Whether a rank's ratios differ by product."""
+        return any(self._ratios[rank].keys() - {""})
+
     def kept_columns(self, rank: int, product: Product, name: str) -> tuple[int, int]:
         """(columns that are computed, all of them) of a rank's part of a product, lent units left out of the latter
         and borrowed ones in it: pruning is of all that the rank computes.

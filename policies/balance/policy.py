@@ -77,7 +77,8 @@ class Prune:
     """A rank leaves this share of the columns of its products out, in forward and backward.
 
     Args:
-        product: Of one product alone, such as "block.0.fc1"; "": of all that no other action names.
+        product: Of one product alone, such as "block.0.fc1", blocks counted within the stage; "": of all that no other
+            action names.
     """
 
     rank: int
@@ -106,6 +107,11 @@ class BalancePolicy(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def predicted_speedup(self) -> float | None:
+        """Of the last decision: predicted time with nothing done over that with what is in force; None: not said."""
+        ...
 
     def decide(self, event: BalanceEvent) -> tuple[BalanceAction, ...] | None:
         """All actions that are in force from the next step on; None: those that are stay. (): none is."""
