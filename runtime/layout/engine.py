@@ -228,6 +228,10 @@ class LayoutEngine:
     def parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for part in self._parts for parameter in part.engine.parameters()]
 
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """`parameters` by name, in their order."""
+        return {name: p for part in self._parts for name, p in part.engine.named_parameters().items()}
+
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> float | None:
         """Each element counts once, however many ranks hold it; one all-reduce of one number over the world, unless a

@@ -4,15 +4,19 @@ Modules keep their types, and parameters their names.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
+from ...policies.balance import Product
 from ...policies.layout import Direction, ParallelLayout
 from ...policies.layout.border import Border, num_parts
-from ...policies.layout.layers import Kind, Layer
+from ...policies.layout.layers import Kind, Layer, Role
+from ...policies.layout.parallel import ROOT
 from ...policies.mesh import TENSOR, Mesh
+from ..balance.balanced import Balanced, Matrices
+from ..balance.products import BalancedProduct
 from ..collectives import Collectives
 from ..dropout import Dropout
 from ..groups import Groups
@@ -82,6 +86,7 @@ def lay_out(
     library: bool = True,
     rate: Rate | None = None,
     beside: bool = True,
+    balanced: Balanced | None = None,
 ) -> LaidOut:
     """Change `model` in place. No communication: every rank cuts its part from the whole weights that it has.
 
@@ -92,12 +97,15 @@ def lay_out(
         stage, chunk: Whose layers the model has; others are not looked at.
         library: DTensor computes what it serves (`dtensor.is_served`); False: our own function everything.
         rate, beside: As `LayerInterpreter`; the rate is also that of layers that have no plan.
+        balanced: Told of the products of all blocks; 1D on DTensor alone.
 
     Raises:
         ValueError: If the model has no module that a layer names.
     """
     interpreter = LayerInterpreter(groups, ledger, collectives, rate=rate, beside=beside)
-    return _LayingOut(model, layout, groups, interpreter, micro, sequence, library).all(stage, chunk)
+    return _LayingOut(model, layout, groups, interpreter, micro, sequence, library, balanced).all(
+        stage, chunk
+    )
 
 
 def tell_places(
@@ -135,6 +143,8 @@ class _LayingOut:
     micro: int
     sequence: int
     library: bool
+    balanced: Balanced | None
+    products: dict[tuple[str, str], BalancedProduct] = field(default_factory=dict, init=False)
 
     def all(self, stage: int, chunk: int) -> LaidOut:
         units = self.model.units()
@@ -154,6 +164,8 @@ class _LayingOut:
                         if name not in placed:  # a shared one, on the stage that has its layer too
                             placed[name] = cut
                             self._replace(owned, cut)
+        if self.balanced is not None:
+            self._balance(self.balanced, units, stage, chunk, names)
         for unit, layers in self.layout.units(stage, chunk):
             for layer in layers:
                 self._plan(unit, units[unit], layer)
@@ -190,6 +202,54 @@ class _LayingOut:
         if isinstance(module, nn.Embedding):
             module.num_embeddings, module.embedding_dim = part.shape
 
+    # ---- balancing
+
+    def _balance(
+        self,
+        balanced: Balanced,
+        units: Mapping[str, nn.Module],
+        stage: int,
+        chunk: int,
+        names: Mapping[tuple[int, str], str],
+    ) -> None:
+        """Tell it of the blocks: the first pair of products of each is attention's, the second the FFN's."""
+        found, paths = [], []
+        for unit, layers in self.layout.units(stage, chunk):
+            paired = [layer for layer in layers if layer.kind is Kind.linear and layer.role is not Role.whole]
+            if unit == ROOT:
+                continue
+            matrices = {
+                product: self._matrices(units[unit], layer, product, balanced, names)
+                for product, layer in zip(Product, paired, strict=True)
+            }
+            found.append((unit, units[unit], matrices))
+            paths.append([layer.path for layer in paired])
+        for (unit, _, _), of, block in zip(found, paths, balanced.add_part(found), strict=True):
+            self.products |= {
+                (unit, path): block.products[product] for path, product in zip(of, Product, strict=True)
+            }
+
+    def _matrices(
+        self,
+        module: nn.Module,
+        layer: Layer,
+        product: Product,
+        balanced: Balanced,
+        names: Mapping[tuple[int, str], str],
+    ) -> Matrices:
+        members = (layer, *layer.others)
+        held = [parameters_of(module, each) for each in members]
+        units = self.layout.tensor * balanced.work.units[product.half]
+        sections = [
+            [features // units for features in each.sections or (each.features_out,)] for each in members
+        ]
+        return Matrices(
+            weights=[_source(each["weight"]) for each in held],
+            biases=[_source(each["bias"]) for each in held if "bias" in each],
+            names=[names[id(each["weight"].owner), "weight"] for each in held],
+            sections=sections if product.is_first else (),
+        )
+
     # ---- plans
 
     def _plan(self, unit: str, module: nn.Module, layer: Layer) -> None:
@@ -212,6 +272,7 @@ class _LayingOut:
                 weights=[_source(each["weight"]) for each in found],
                 biases=[_source(each["bias"]) for each in found if "bias" in each],
                 rate=self.interpreter.rate,
+                balanced=self.products.get((unit, layer.path)),
             )
             return
         program = Program(
