@@ -420,7 +420,13 @@ class Trainer:
         self.ledger.at(phase="setup", layer="")
         found = find_checkpoint(path)
         with self.offload.loading() if self.offload is not None else nullcontext() as planner:
-            load_checkpoint(found, engine=self.engine, optimizer=self.optimizer, planner=planner)
+            load_checkpoint(
+                found,
+                experiment=self.experiment,
+                engine=self.engine,
+                optimizer=self.optimizer,
+                planner=planner,
+            )
         if self.loss_scale is not None and found.loss_scale is not None:
             self.loss_scale.load(found.loss_scale)
         self.first_step = found.step

@@ -351,6 +351,13 @@ class LayoutEngine:
         axes = [axis for axis, size in self._mesh.dims if size > 1 and axis not in (DATA, SEQUENCE)]
         return ".".join(f"{axis}{self._mesh.index(axis, self._groups.rank)}" for axis in reversed(axes))
 
+    def local_part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of what lies like the parameter of that name, before replicas shard it."""
+        for part in self._parts:
+            if name in part.laid.placed:
+                return part.laid.placed[name].local_part(whole, self._mesh, self._groups.rank)
+        return whole
+
     def state_dict(self) -> dict[str, Any]:
         return {
             f"{self.place}/{name}": value

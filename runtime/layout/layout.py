@@ -147,23 +147,11 @@ class _LayingOut:
     products: dict[tuple[str, str], BalancedProduct] = field(default_factory=dict, init=False)
 
     def all(self, stage: int, chunk: int) -> LaidOut:
-        units = self.model.units()
-        names = {
-            (id(module), name): f"{path}.{name}" if path else name
-            for path, module in self.model.named_modules()
-            for name in module._parameters
-        }
+        units, names = self.model.units(), _names(self.model)
         placed: dict[str, Placed] = {}
-        for unit, layers in self.layout.units(stage, chunk):
-            if unit not in units:
-                raise ValueError(f"stage {stage} has {unit!r}, which the model lacks; it has {list(units)}")
-            for layer in layers:
-                for each in (layer, *layer.others):
-                    for owned, cut in self._cuts(units[unit], layer, each):
-                        name = names[id(owned.owner), owned.name]
-                        if name not in placed:  # a shared one, on the stage that has its layer too
-                            placed[name] = cut
-                            self._replace(owned, cut)
+        for name, owned, cut in cut_parameters(self.model, self.layout, self.mesh, stage=stage, chunk=chunk):
+            placed[name] = cut
+            self._replace(owned, cut)
         if self.balanced is not None:
             self._balance(self.balanced, units, stage, chunk, names)
         for unit, layers in self.layout.units(stage, chunk):
@@ -174,23 +162,6 @@ class _LayingOut:
         )
         self.model.recompute_to_end = not self.layout.is_plain
         return LaidOut(self.model, placed, self.groups, self.interpreter.collectives)
-
-    # ---- parameters
-
-    def _cuts(self, unit: nn.Module, layer: Layer, each: Layer) -> Iterator[tuple[Owned, Placed]]:
-        """Parameters of a layer (or of one of its `others`) that are cut."""
-        cuts = self.layout.parameter_cuts(replace(each, input=layer.input, output=layer.output))
-        for operand, owned in parameters_of(unit, each).items():
-            cut, shape = cuts[operand], tuple(owned.tensor.shape)
-            if layer.kind in (Kind.positions, Kind.first_token):  # cut in their last dimension
-                cut = replace(cut, dims=((),) * (len(shape) - 1) + (cut.dims[-1],))
-            padded = shape
-            if layer.kind is Kind.embedding:
-                padded = (layer.features_in, *shape[1:])
-            elif layer.kind in (Kind.linear, Kind.tied):
-                padded = (each.features_out, *shape[1:])
-            if num_parts(self.mesh, cut.axes) > 1 or padded != shape:
-                yield owned, Placed(shape, padded, cut)
 
     def _replace(self, owned: Owned, placed: Placed) -> None:
         whole = owned.tensor
@@ -358,6 +329,55 @@ class _LayingOut:
     @property
     def mesh(self) -> Mesh:
         return self.groups.mesh
+
+
+def cut_parameters(
+    model: Stack, layout: ParallelLayout, mesh: Mesh, *, stage: int, chunk: int
+) -> Iterator[tuple[str, Owned, Placed]]:
+    """Each parameter of a part of a model that ranks hold in parts, with its name, and how: as it is before that.
+
+    Raises:
+        ValueError: If the model has no module that a layer names.
+    """
+    units, names = model.units(), _names(model)
+    seen: set[str] = set()
+    for unit, layers in layout.units(stage, chunk):
+        if unit not in units:
+            raise ValueError(f"stage {stage} has {unit!r}, which the model lacks; it has {list(units)}")
+        for layer in layers:
+            for each in (layer, *layer.others):
+                for owned, cut in _cuts(layout, mesh, units[unit], layer, each):
+                    name = names[id(owned.owner), owned.name]
+                    if name not in seen:  # a shared one, on the stage that has its layer too
+                        seen.add(name)
+                        yield name, owned, cut
+
+
+def _cuts(
+    layout: ParallelLayout, mesh: Mesh, unit: nn.Module, layer: Layer, each: Layer
+) -> Iterator[tuple[Owned, Placed]]:
+    """Parameters of a layer (or of one of its `others`) that are cut."""
+    cuts = layout.parameter_cuts(replace(each, input=layer.input, output=layer.output))
+    for operand, owned in parameters_of(unit, each).items():
+        cut, shape = cuts[operand], tuple(owned.tensor.shape)
+        if layer.kind in (Kind.positions, Kind.first_token):  # cut in their last dimension
+            cut = replace(cut, dims=((),) * (len(shape) - 1) + (cut.dims[-1],))
+        padded = shape
+        if layer.kind is Kind.embedding:
+            padded = (layer.features_in, *shape[1:])
+        elif layer.kind in (Kind.linear, Kind.tied):
+            padded = (each.features_out, *shape[1:])
+        if num_parts(mesh, cut.axes) > 1 or padded != shape:
+            yield owned, Placed(shape, padded, cut)
+
+
+def _names(model: nn.Module) -> dict[tuple[int, str], str]:
+    """Of each parameter by the module that has it, and what it is called there."""
+    return {
+        (id(module), name): f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._parameters
+    }
 
 
 _INPUTS: Mapping[Kind, tuple[str, ...]] = {

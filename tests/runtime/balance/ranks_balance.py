@@ -26,9 +26,11 @@ SMALL = (
     "cluster.devices_per_node=4",
     "precision=fp32",
     "warmup_steps=0",
-    "data=synthetic",
     "train.gradient_clipping=1",
-    "optimizer.lr=1e-2",
+    # of gradients that are 0 but for rounding, such as those of keys' biases, Adam would make steps of full length
+    "optimizer=sgd",
+    "optimizer.lr=0.3",
+    "optimizer.weight_decay=0",
     "steps=20",
     "balance.period=1",
     "balance.pretest=false",
@@ -39,7 +41,7 @@ GPT = (
     "model.hidden=32",
     "model.heads=8",
     "model.ffn=32",
-    "model.vocab=64",
+    "model.vocab=257", "data=text",
     "model.sequence=8",
     "batch.micro=2",
     "batch.accumulation=2",
@@ -51,7 +53,7 @@ LLAMA = (
     "model.heads=16",
     "model.kv_heads=8",
     "model.ffn=32",
-    "model.vocab=64",
+    "model.vocab=257", "data=text",
     "model.sequence=8",
     "batch.micro=2",
     "batch.accumulation=2",
@@ -63,6 +65,7 @@ VIT = (
     "model.heads=8",
     "batch.micro=2",
     "batch.accumulation=2",
+    "data=synthetic",
 )
 TENSOR = ("parallel.tensor=4", "comm=ddp")
 A, F = Half.attention, Half.ffn
@@ -83,26 +86,28 @@ SEVERAL = (
     move(1, 3, F, 4),
 )
 PAIR = (move(1, 0, A, 3), move(1, 0, F, 7))
-# name: keys, and what is in force from the step of the given number on
-MOVES: Mapping[str, tuple[tuple[str, ...], Mapping[int, tuple[Any, ...]]]] = {
-    "gpt": ((*GPT, *TENSOR), {1: ONE, 10: ()}),
-    "gpt, none left": ((*GPT, *TENSOR), {1: ALL}),
-    "gpt, several": ((*GPT, *TENSOR), {1: SEVERAL, 8: ONE}),
-    "gpt, one replica of zero3": ((*GPT, "parallel.tensor=4", "comm=zero3"), {1: ONE}),
-    "llama": ((*LLAMA, *TENSOR), {1: SEVERAL}),
-    "qwen2": ((*LLAMA, *TENSOR, "model.family=qwen2"), {1: ONE}),
-    "vit": ((*VIT, *TENSOR), {1: ONE, 12: ALL}),
-    "data, zero3": ((*GPT, "parallel.tensor=2", "comm=zero3"), {1: PAIR}),
-    "data, zero1": ((*GPT, "parallel.tensor=2", "comm=zero1"), {1: PAIR}),
-    "data, ddp": ((*LLAMA, "parallel.tensor=2", "comm=ddp"), {1: PAIR}),
-    "data, ps": ((*GPT, "parallel.tensor=2", "comm=ps"), {1: PAIR}),
+# name: keys, what is in force from the step of the given number on, and steps
+MOVES: Mapping[str, tuple[tuple[str, ...], Mapping[int, tuple[Any, ...]], int]] = {
+    "gpt": ((*GPT, *TENSOR), {1: ONE, 10: ()}, 20),
+    "gpt, none left": ((*GPT, *TENSOR), {1: ALL}, 4),
+    "gpt, several": ((*GPT, *TENSOR), {1: SEVERAL, 2: ONE}, 4),
+    "gpt, one replica of zero3": ((*GPT, "parallel.tensor=4", "comm=zero3"), {1: ONE}, 4),
+    "llama": ((*LLAMA, *TENSOR), {1: SEVERAL}, 20),
+    "qwen2": ((*LLAMA, *TENSOR, "model.family=qwen2"), {1: ONE}, 4),
+    "vit": ((*VIT, *TENSOR), {1: ONE, 12: ALL}, 20),
+    "data, zero3": ((*GPT, "parallel.tensor=2", "comm=zero3"), {1: PAIR}, 20),
+    "data, zero1": ((*GPT, "parallel.tensor=2", "comm=zero1"), {1: PAIR}, 4),
+    "data, ddp": ((*LLAMA, "parallel.tensor=2", "comm=ddp"), {1: PAIR}, 4),
+    "data, ps": ((*GPT, "parallel.tensor=2", "comm=ps"), {1: PAIR}, 4),
     "pipeline": (
         (*GPT, "parallel.tensor=2", "parallel.pipeline=2", "batch.accumulation=4", "comm=ddp"),
         {1: PAIR},
+        4,
     ),
     "pipeline, zero3": (
         (*GPT, "parallel.tensor=2", "parallel.pipeline=2", "batch.accumulation=4", "comm=zero3"),
         {1: PAIR},
+        4,
     ),
     "interleaved": (
         (
@@ -115,6 +120,7 @@ MOVES: Mapping[str, tuple[tuple[str, ...], Mapping[int, tuple[Any, ...]]]] = {
             "comm=ddp",
         ),
         {1: PAIR},
+        4,
     ),
 }
 
@@ -198,7 +204,7 @@ def train(
     apply = trainer._apply
 
     def seen(rate: float, scale: float) -> Any:
-        if gradients:
+        if gradients and (len(found.losses) < 3 or len(found.losses) % 5 == 4):
             found.gradients.append({n: g.clone() for n, g in trainer.engine.full_gradients().items()})
         return apply(rate, scale)
 
@@ -244,25 +250,177 @@ def plain_rows(rows: Sequence[Any]) -> list[Any]:
 def moved(folder: Path) -> dict[str, Any]:
     """Of each case: errors of gradients and losses against plain tensor parallelism, and the rows of balancing."""
     found: dict[str, Any] = {}
-    for name, (keys, answers) in MOVES.items():
+    plain: dict[tuple[Any, ...], Trained] = {}
+    for name, (keys, answers, steps) in MOVES.items():
         print(name, flush=True)
-        want, got = train(keys, folder), train(keys, folder, answers)
+        if (keys, steps) not in plain:
+            plain[keys, steps] = train(keys, folder, steps=steps)
+        want, got = plain[keys, steps], train(keys, folder, answers, steps=steps)
         found[name] = {
-            "gradients": max(
-                error(one, other) for one, other in zip(got.gradients, want.gradients, strict=True)
-            ),
+            "case": ((*SMALL, *keys), answers, steps),
+            "gradients": max(error(one, other) for one, other in zip(got.gradients, want.gradients, strict=True)),
             "parameters": error(got.parameters, want.parameters),
             "losses": max(abs(one / other - 1) for one, other in zip(got.losses, want.losses, strict=True)),
             "validation": abs(got.validation / want.validation - 1),
             "same_rows": plain_rows(got.rows) == plain_rows(want.rows),
             "rows": [row for row in got.rows if row.stream in ("lend", "return", "balance")],
-            "decisions": [
-                (d.iteration, d.event, d.action) for d in got.decisions if "GroupMeasured" in d.event
-            ],
+            "decisions": [(d.iteration, d.event, d.action) for d in got.decisions if "GroupMeasured" in d.event],
             "told": got.told,
-            "learns": want.losses[-1] < want.losses[0],
+            "learned": want.losses[0] - want.losses[-1],
         }
     return found
+
+
+PRUNING: Mapping[str, tuple[tuple[str, ...], str, tuple[Any, ...]]] = {
+    "priority": (GPT, "resize", (Prune(0, 0.5), Prune(2, 0.25, "block.1.fc1"))),
+    "random": ((*GPT, "balance.selection=random"), "resize", (Prune(1, 0.75),)),
+    "contiguous, llama": ((*LLAMA, "balance.selection=contiguous"), "resize", (Prune(0, 0.5), Prune(3, 0.3))),
+    "with units moved": (GPT, "semi", (Prune(0, 0.5), move(0, 1, A, 1), move(0, 2, F, 3))),
+    "with units moved, gated": (LLAMA, "semi", (Prune(0, 0.5), move(0, 1, A, 1), move(0, 2, F, 3))),
+}
+
+
+def masks(trainer: Trainer) -> dict[str, Tensor]:
+    """Of each weight of a block, whole: 1 where it takes part in this step."""
+    balanced = trainer.balancer.balanced
+    (part,) = trainer.engine._parts
+    local = {name: torch.ones_like(p) for name, p in part.model.named_parameters() if p.ndim == 2}
+    for product in balanced.products():
+        left = [column for column in product.left_out if column < product.own_columns]
+        for name, rows in zip(product.names, product.own_rows(), strict=True):
+            if left:
+                local[name][rows[:, None], torch.tensor(left)] = 0
+    with trainer.ledger.set_up():
+        return part.laid.wholes(local)
+
+
+def pruned(folder: Path) -> dict[str, Any]:
+    """Gradients of pruned steps against those of a whole model whose weights are masked, in one process."""
+    from twinbed.runtime.stack import build_model
+
+    found: dict[str, Any] = {}
+    for name, (keys, balance, actions) in PRUNING.items():
+        print(name, flush=True)
+        kept: list[list[tuple[int, ...] | None]] = []
+        trainer, _ = new_trainer(
+            (*keys, *TENSOR, "balance.refresh=2", "train.gradient_clipping=0"), folder, {}, balance
+        )
+        balanced = trainer.balancer.balanced
+        balanced.assignment = Assignment(balanced.work, actions)
+        whole = build_model(trainer.spec, seed=trainer.experiment.seed)
+        worst, shares = 0.0, []
+        for step in range(5):
+            whole.load_state_dict(trainer.engine.full_parameters())
+            got: dict[str, Tensor] = {}
+            apply = trainer._apply
+
+            def look(rate: float, scale: float, got: dict[str, Tensor] = got, apply: Any = apply) -> Any:
+                got |= {n: g.clone() for n, g in trainer.engine.full_gradients().items()}
+                got["masks"] = masks(trainer)  # type: ignore[assignment]
+                return apply(rate, scale)
+
+            trainer._apply = look  # type: ignore[method-assign]
+            loss = trainer.step(step).loss
+            trainer._apply = apply  # type: ignore[method-assign]
+            mask: dict[str, Tensor] = got.pop("masks")  # type: ignore[assignment]
+            kept.append([product.kept for product in balanced.products()])
+            masked = {n: p * mask.get(n, 1) for n, p in whole.named_parameters()}
+            losses = []
+            for index in range(2):
+                inputs, targets = trainer._on_device(trainer.batches.train(step, index))
+                losses.append(torch.func.functional_call(whole, masked, (inputs, targets)))
+            total = sum(losses) / 2
+            names = list(dict(whole.named_parameters()))
+            gradients = torch.autograd.grad(total, list(whole.parameters()))
+            want = dict(zip(names, gradients, strict=True))
+            worst = max(worst, error({n: got[n] for n in want}, want), abs(loss / float(total) - 1))
+            shares.append(min(float(m.mean()) for m in mask.values()))
+        unlike = [one != other for one, other in zip(kept, kept[1:], strict=False)]
+        found[name] = {"worst": worst, "least": min(shares), "changed": unlike, "validation": validation(trainer)}
+        trainer.close()
+    return found
+
+
+def validation(trainer: Trainer) -> float:
+    """How far a validation under pruning is from that of the same weights without."""
+    balanced = trainer.balancer.balanced
+    rows = len(trainer.ledger.rows)
+    under = trainer.validate(4)[0]
+    sent = trainer.ledger.rows[rows:]
+    assert not [row for row in sent if row.stream == "lend"]
+    balanced.assignment = Assignment(balanced.work)
+    return abs(under / trainer.validate(4)[0] - 1)
+
+
+def frozen(folder: Path) -> dict[str, Any]:
+    """What a step did to columns that were left out, and to the others: (moved at all, share of them that moved)."""
+    found = {}
+    for how in ("frozen", "moving"):
+        trainer, _ = new_trainer(
+            (
+                *GPT,
+                *TENSOR,
+                "optimizer=adamw",
+                "optimizer.lr=1e-2",
+                "optimizer.weight_decay=0.3",
+                f"balance.pruned_state={how}",
+            ),
+            folder,
+            {},
+            "semi",
+        )
+        balanced = trainer.balancer.balanced
+        trainer.step(0)  # momentum for all columns
+        balanced.assignment = Assignment(balanced.work, (Prune(0, 0.5), move(0, 1, A, 1), move(0, 2, F, 3)))
+        parameters = trainer.engine.named_parameters()
+        before = {n: (p.detach().clone(), trainer.optimizer.state[p]["exp_avg"].clone()) for n, p in parameters.items()}
+        trainer.step(1)
+        left, taken = [], []
+        for product in balanced.products():
+            columns = [column for column in product.left_out if column < product.own_columns]
+            for name, rows in zip(product.names, product.own_rows(), strict=True):
+                now = (parameters[name], trainer.optimizer.state[parameters[name]]["exp_avg"])
+                moved = torch.stack([one != other for one, other in zip(now, before[name], strict=True)])
+                mask = torch.zeros_like(moved[0])
+                mask[rows[:, None], torch.tensor(columns, dtype=torch.int64)] = True
+                left.append(moved[:, mask])
+                taken.append(moved[:, ~mask])
+        found[how] = [float(torch.cat(x, 1).float().mean()) for x in (left, taken)]
+        trainer.close()
+    return found
+
+
+def changes(folder: Path) -> dict[str, Any]:
+    """What a policy is told of how weights changed, and the same worked out from whole weights."""
+    from twinbed.policies.balance import ChangesMeasured
+
+    keys = (*GPT, *TENSOR, "balance.selection=differentiated", "balance.refresh=2")
+    trainer, policy = new_trainer(keys, folder, {1: (Prune(0, 0.5), Prune(0, 0.25, "block.2.fc2"))}, "resize")
+    weights: list[list[list[Tensor]]] = []
+    shares = []
+    for step in range(4):
+        products = list(trainer.balancer.balanced.products())
+        weights.append([[weight().detach().clone() for weight in p._weights] for p in products])
+        trainer.step(step)
+        shares.append({p.name: len(p.left_out) / p.own_columns for p in products})
+    told = [event for event in policy.told if isinstance(event, ChangesMeasured)]
+    rows = [row for row in trainer.ledger.rows if row.layer == "changes"]
+    trainer.close()
+
+    def between(old: int, new: int) -> list[float]:
+        found = []
+        for before, after in zip(weights[old], weights[new], strict=True):
+            change = sum(float((b - a).abs().sum()) for a, b in zip(before, after, strict=True))
+            found.append(change / sum(float(b.abs().sum()) for b in after))
+        return found
+
+    return {
+        "told": [(event.step, event.changes[dist.get_rank()]) for event in told],
+        "expected": [between(0, 1), between(1, 3)],
+        "rows": [(r.iteration, r.phase, r.stream, r.op, r.axis, r.payload_bytes, r.wire_bytes) for r in rows],
+        "shares": shares,
+        "decisions": [d.event.partition("(")[0] for d in trainer.ledger.decisions if "Measured" in d.event],
+    }
 
 
 def even(folder: Path) -> dict[str, bool]:
@@ -271,14 +429,14 @@ def even(folder: Path) -> dict[str, bool]:
     keep: dict[int, tuple[Any, ...]] = {}
     ratio_0: dict[int, tuple[Any, ...]] = {1: (Prune(0, 0.0), Prune(2, 0.0, "block.0.fc1"))}
     for name, keys in {"gpt": GPT, "llama": LLAMA, "vit": VIT}.items():
-        want = train((*keys, *TENSOR), folder, steps=4)
+        want = train((*keys, *TENSOR), folder, steps=3)
         for balance, answers, more in (
             ("migrate", keep, ()),
             ("resize", ratio_0, ()),
             ("resize", ratio_0, ("balance.imputation=same",)),
             ("semi", ratio_0, ("balance.selection=differentiated", "balance.refresh=2")),
         ):
-            got = train((*keys, *TENSOR, *more), folder, answers, steps=4, balance=balance)
+            got = train((*keys, *TENSOR, *more), folder, answers, steps=3, balance=balance)
             found[f"{name} {balance} {more}"] = same_bits(got, want)
     return found
 
