@@ -92,17 +92,34 @@ def boundary(x: torch.Tensor, clock: Clock | None, *, forward: str, backward: st
     return marked
 
 
+def _at_full_speed() -> float:
+    return 1.0
+
+
 class Pace:
-    """Stretches a unit's computation to a calibrated length: the device that the CPU stands for.
+    """Stretches a unit's computation to a calibrated length: the device that the CPU stands for, or a rank made slow.
 
     The real mathematics is done within that time; what is left of it is slept away. If the CPU is slower than
     the pace, its own time stands.
+
+    Args:
+        forward_ns: At full speed; None: what was measured.
+        slow: Says how many times as long it takes now.
+        synchronize: Waits for the device, where work runs asynchronously.
     """
 
-    def __init__(self, forward_ns: int, *, recompute: bool) -> None:
+    def __init__(
+        self,
+        forward_ns: int | None,
+        *,
+        recompute: bool,
+        slow: Callable[[], float] = _at_full_speed,
+        synchronize: Callable[[], None] | None = None,
+    ) -> None:
         self.forward_ns = forward_ns
-        self.backward_ns = (3 if recompute else 2) * forward_ns
-        self._forward_ends_ns = self._backward_ends_ns = 0
+        self.backward_ns = None if forward_ns is None else (3 if recompute else 2) * forward_ns
+        self._slow, self._synchronize = slow, synchronize
+        self._forward_began_ns = self._backward_began_ns = 0
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """At the unit's input."""
@@ -115,16 +132,26 @@ class Pace:
         return left
 
     def forward_begins(self) -> None:
-        self._forward_ends_ns = time.monotonic_ns() + self.forward_ns
+        self._forward_began_ns = time.monotonic_ns()
 
     def forward_ends(self) -> None:
-        sleep_until(self._forward_ends_ns)
+        self._end(self._forward_began_ns, self.forward_ns)
 
     def backward_begins(self) -> None:
-        self._backward_ends_ns = time.monotonic_ns() + self.backward_ns
+        self._backward_began_ns = time.monotonic_ns()
 
     def backward_ends(self) -> None:
-        sleep_until(self._backward_ends_ns)
+        self._end(self._backward_began_ns, self.backward_ns)
+
+    def _end(self, began_ns: int, at_full_speed_ns: int | None) -> None:
+        factor = self._slow()
+        if at_full_speed_ns is None:
+            if factor == 1:
+                return
+            if self._synchronize is not None:
+                self._synchronize()
+            at_full_speed_ns = time.monotonic_ns() - began_ns
+        sleep_until(began_ns + round(factor * at_full_speed_ns))
 
 
 class _Enter(torch.autograd.Function):

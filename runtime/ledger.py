@@ -14,6 +14,15 @@ from types import TracebackType
 from typing import Any, Final, cast
 
 from ..analysis.record import Decision, LedgerRow, Span
+from ..policies.balance import (
+    BalanceAction,
+    BalanceEvent,
+    ChangesMeasured,
+    GroupMeasured,
+    MovementTimed,
+    describe_balance_actions,
+    describe_balance_event,
+)
 from ..policies.comm import CommEvent, describe_action, describe_event
 from ..policies.layout import LayerRuns, describe_layer_event
 from ..policies.mesh import HPZ, LOCAL, NODE, OF_REPLICAS, PIPELINE, REPLICAS, WORLD, Mesh
@@ -36,8 +45,8 @@ EVICT_STREAM: Final = "evict"
 COMMIT_STREAM: Final = "commit"  # copies of what stays near, for a generation that a crash leaves
 BESIDE: Final = (FETCH_STREAM, EVICT_STREAM, COMMIT_STREAM)
 
-_Event = CommEvent | OffloadEvent | LayerRuns
-_Answer = Plan | tuple[OffloadAction, ...] | None
+_Event = CommEvent | OffloadEvent | LayerRuns | BalanceEvent
+_Answer = Plan | tuple[OffloadAction, ...] | tuple[BalanceAction, ...] | None
 
 _open = threading.local()  # .ledger: the one in which this thread's collective is a row
 
@@ -153,7 +162,8 @@ class Ledger:
         """A `with` block: all that this thread sends inside is one row, and one span.
 
         Args:
-            op: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, reduce, reduce_tree or send.
+            op: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, reduce, reduce_tree, send, scatter or
+                gather.
             axis: Mesh axis, and `group` its ranks.
             payload_bytes: The whole logical tensor before quantization.
             stream: The plan's.
@@ -205,6 +215,10 @@ class Ledger:
         """The offload policy was asked, and answered."""
         self._decided.append((self.labels.iteration, event, actions))
 
+    def decided_balance(self, event: BalanceEvent, actions: tuple[BalanceAction, ...] | None) -> None:
+        """The balancing policy was told, and answered."""
+        self._decided.append((self.labels.iteration, event, actions))
+
     def moved(self, stream: str, name: str, start_ns: int, end_ns: int, nbytes: int) -> None:
         """Bytes went between near and far memory, beside what this thread does."""
         self._spans.append((self.rank, stream, name, start_ns, end_ns, nbytes))
@@ -248,8 +262,12 @@ def _named(mesh: Mesh) -> tuple[str, ...]:
 
 
 def _describe(event: _Event, answer: _Answer) -> tuple[str, str]:
+    if isinstance(event, MovementTimed | GroupMeasured | ChangesMeasured):
+        actions = cast(tuple[BalanceAction, ...] | None, answer)
+        return describe_balance_event(event), describe_balance_actions(actions)
     if isinstance(answer, tuple):
-        return describe_offload_event(cast(OffloadEvent, event)), describe_offload_actions(answer)
+        moved = cast(tuple[OffloadAction, ...], answer)
+        return describe_offload_event(cast(OffloadEvent, event)), describe_offload_actions(moved)
     if isinstance(event, LayerRuns):
         return describe_layer_event(event), describe_action(answer)
     return describe_event(cast(CommEvent, event)), describe_action(answer)

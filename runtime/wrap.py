@@ -106,6 +106,14 @@ class CommEngine(Protocol):
         """Where this rank stands on the axes that cut the model, such as "pipeline1"; "" if none does."""
         ...
 
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """`parameters` by name, in their order."""
+        ...
+
+    def local_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of what lies like the parameter of that name, before replicas shard it."""
+        ...
+
     def holders(self) -> Holders | None:
         """Who holds the parts of `parameters`, where these do not say it themselves."""
         ...
@@ -142,10 +150,6 @@ class PassEngine(CommEngine, Protocol):
 
     def finish_gradients(self) -> None:
         """After the last backward of a step: gradients of `parameters` are complete, and in fp32."""
-        ...
-
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """`parameters` by name, in their order."""
         ...
 
     def gradients(self) -> dict[str, torch.Tensor]:

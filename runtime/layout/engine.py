@@ -228,6 +228,10 @@ class LayoutEngine:
     def parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for part in self._parts for parameter in part.engine.parameters()]
 
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """`parameters` by name, in their order."""
+        return {name: p for part in self._parts for name, p in part.engine.named_parameters().items()}
+
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> float | None:
         """Each element counts once, however many ranks hold it; one all-reduce of one number over the world, unless a
@@ -347,6 +351,13 @@ class LayoutEngine:
     def place(self) -> str:
         axes = [axis for axis, size in self._mesh.dims if size > 1 and axis not in (DATA, SEQUENCE)]
         return ".".join(f"{axis}{self._mesh.index(axis, self._groups.rank)}" for axis in reversed(axes))
+
+    def local_part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of what lies like the parameter of that name, before replicas shard it."""
+        for part in self._parts:
+            if name in part.laid.placed:
+                return part.laid.placed[name].local_part(whole, self._mesh, self._groups.rank)
+        return whole
 
     def state_dict(self) -> dict[str, Any]:
         return {
