@@ -130,8 +130,20 @@ def _spec(**keys: Any) -> ModelSpec:
     return spec_from_keys(given | keys)
 
 
-def unbalanced(experiment: ExperimentConf) -> ExperimentConf:
-    return replace(experiment, balance=BalanceConf())
+@pytest.fixture
+def unbalanced() -> Callable[[ExperimentConf], ExperimentConf]:
+    """The same experiment with balance=none."""
+    return lambda experiment: replace(experiment, balance=BalanceConf())
+
+
+@pytest.fixture
+def proportional() -> type[Proportional]:
+    return Proportional
+
+
+@pytest.fixture
+def ceiling() -> Callable[[float, int, int], tuple[float, tuple[int, ...]]]:
+    return integral_ceiling
 
 
 @pytest.fixture
