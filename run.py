@@ -379,9 +379,7 @@ def replays(
             return describe_action(layout.decide(parse_layer_event(event)))
         return describe_action(policy.decide(parse_event(event)))
 
-    return all(
-        answer(decision.rank, decision.event) == decision.action for decision in record.decisions
-    )
+    return all(answer(decision.rank, decision.event) == decision.action for decision in record.decisions)
 
 
 def _verdict(parity: dict[str, Any]) -> str:

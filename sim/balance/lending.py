@@ -7,12 +7,13 @@ helper packs the gradients of what it borrowed, and the straggler puts them in t
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from ...policies.balance import Half
 from ...policies.layout import Direction
 from ..interpreter import Work
 from ..program import COMPUTE, MAIN, Writer
-from .rank_work import EVEN, Movement, RankWork
+from .rank_work import EVEN, RankWork
 from .share import Share
 
 
@@ -40,8 +41,7 @@ class Lending:
     def __post_init__(self) -> None:
         names = [name for chunk in self.chunks for name in chunk]
         self._numbers = {name: number for number, name in enumerate(names)}
-        pairs = [pair for chunk in self.chunks for pair in zip(chunk, chunk[1:], strict=False)]
-        self._following = dict(pairs)
+        self._following = dict(pair for chunk in self.chunks for pair in pairwise(chunk))
         self._firsts = frozenset(chunk[0] for chunk in self.chunks if chunk)
 
     def share(self, unit: str) -> Share | None:

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from ...policies.layout import Direction
 from ...policies.balance import Half
+from ...policies.layout import Direction
 from ..balance.lending import Lending
 from ..interpreter import Transfer, Work
 from ..program import COMPUTE, MAIN, Writer

@@ -27,8 +27,9 @@ class LaidCosts:
 
     Of a probe, `host.compute_ns` has the whole of a unit's local work, "forward/block.0" or "forward/block" and, of the
     root, "forward/embed" and "forward/head" or both as "forward/root". Its steps share it out as the device's model has
-    them: of an even split, which other shares are measured by. Without a probe a rate (`emulated_flops_per_s`) says how long products take, or the device. With both, the
-    products take what they take at the rate, and the other steps share out what was measured beyond that.
+    them: of an even split, which other shares are measured by. Without a probe a rate (`emulated_flops_per_s`) says how
+    long products take, or the device. With both, the products take what they take at the rate, and the other steps
+    share out what was measured beyond that.
 
     Raises:
         ValueError: If the layout does not fit the cluster or the model.

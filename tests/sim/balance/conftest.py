@@ -76,8 +76,8 @@ class Proportional:
 
 
 def integral_ceiling(chi: float, units: int, helpers: int) -> tuple[float, tuple[int, ...]]:
-    """(the least time of a half in times of an even share at full speed, units for each helper) where whole units of one
-    straggler go to helpers of full speed.
+    """(the least time of a half, in times of an even share at full speed; units for each helper) where whole units of
+    one straggler go to helpers of full speed.
     """
     found = []
     for moved in range(units + 1):
@@ -106,7 +106,9 @@ def _experiment(ranks: int = 4, *, per_node: int | None = None, comm: str = "ddp
     balance: dict[str, Any] = {"name": "migrate", "period": 1}
     for key in [key for key in changes if key.startswith("balance_")]:
         balance[key.removeprefix("balance_")] = changes.pop(key)
-    layout = {"tensor": ranks} | {key: changes.pop(key) for key in list(changes) if hasattr(ParallelConf, key)}
+    layout = {"tensor": ranks} | {
+        key: changes.pop(key) for key in list(changes) if hasattr(ParallelConf, key)
+    }
     layout |= {"order": changes.pop("order")} if "order" in changes else {}
     fields: dict[str, Any] = {
         "cluster": ClusterConf(**cluster),

@@ -94,7 +94,9 @@ def test_nothing_done_takes_as_long_as_no_balance_but_for_the_measuring_rows(
         replace(experiment, balance=replace(experiment.balance, period=100)), spec=spec, make_balance=factory
     )
     assert never.result["iteration_s"] == plain.result["iteration_s"]
-    assert never.result["phases_s"] == pytest.approx(plain.result["phases_s"], rel=1e-12)  # sums of more terms
+    assert never.result["phases_s"] == pytest.approx(
+        plain.result["phases_s"], rel=1e-12
+    )  # sums of more terms
     own = [row for row in record.ledger if row.stream != "balance"]
     assert _by_rank(never.ledger) == _by_rank(_expanded(plain)) == _by_rank(own)
 
@@ -131,9 +133,7 @@ def test_movements_and_pruning_in_every_layout(make, spec_of, scripted, layout, 
     assert [record.result["status"] for record in records] == ["ok", "ok"]
     groups = experiment.cluster.num_ranks // experiment.parallel.tensor
     assert len(made) == 2 * groups
-    lend, back = (
-        [row for row in records[0].ledger if row.stream == stream] for stream in ("lend", "return")
-    )
+    lend, back = ([row for row in records[0].ledger if row.stream == stream] for stream in ("lend", "return"))
     assert sum(r.wire_bytes for r in lend) == sum(r.wire_bytes for r in back) > 0
     assert sum(r.wire_bytes for r in lend) == sum(r.payload_bytes for r in lend) // 2  # one sends, one gets
     assert records[0].ledger == records[1].ledger
@@ -217,9 +217,7 @@ def test_recorded_events_give_the_same_programs_whatever_is_measured(make, spec_
 
     spec = spec_of()
     slowdown = [{"rank": 1, "factor": 3.0, "until_step": 2}, {"rank": 2, "factor": 4.0, "from_step": 3}]
-    run = make(
-        4, balance_name="semi", cluster_slowdown=slowdown, cluster_emulated_flops_per_s=1e8, steps=5
-    )
+    run = make(4, balance_name="semi", cluster_slowdown=slowdown, cluster_emulated_flops_per_s=1e8, steps=5)
     real = simulate(run, spec=spec, make_balance=ByTimes)
     other = replace(run, cluster=replace(run.cluster, slowdown=None, emulated_flops_per_s=3e8))
     told = simulate(other, spec=spec, make_balance=ByTimes, balance_events=real.decisions)
@@ -240,7 +238,9 @@ def test_recorded_events_of_another_experiment_are_refused(make, spec_of, script
     _, factory = scripted({})
     record = simulate(experiment, spec=spec, make_balance=factory)
     with pytest.raises(ValueError, match="end before GroupMeasured"):
-        simulate(replace(experiment, steps=4), spec=spec, make_balance=factory, balance_events=record.decisions)
+        simulate(
+            replace(experiment, steps=4), spec=spec, make_balance=factory, balance_events=record.decisions
+        )
     other = replace(experiment, balance=replace(experiment.balance, pretest=False))
     with pytest.raises(ValueError, match="have MovementTimed.* where this experiment has GroupMeasured"):
         simulate(other, spec=spec, make_balance=factory, balance_events=record.decisions)
@@ -250,7 +250,12 @@ def test_groups_without_recorded_events_decide_by_themselves(make, spec_of, scri
     experiment = make(4, tensor=2, cluster_emulated_flops_per_s=1e8)
     record = simulate(experiment, spec=spec_of(), make_balance=scripted({})[1])
     changed = [
-        Decision(d.rank, d.iteration, d.event.replace("step=1,", "step=1, ").replace("step=1,  ", "step=1, "), d.action)
+        Decision(
+            d.rank,
+            d.iteration,
+            d.event.replace("step=1,", "step=1, ").replace("step=1,  ", "step=1, "),
+            d.action,
+        )
         for d in record.decisions
     ]
     made, factory = scripted({})
@@ -273,11 +278,18 @@ def test_changes_are_told_before_times(make, spec_of, scripted):
     )
     made, factory = scripted({})
     record = simulate(experiment, spec=spec_of(), make_balance=factory)
-    rows = [(r.layer, r.payload_bytes, r.iteration) for r in record.ledger if r.stream == "balance" and r.rank == 0]
+    rows = [
+        (r.layer, r.payload_bytes, r.iteration)
+        for r in record.ledger
+        if r.stream == "balance" and r.rank == 0
+    ]
     assert rows == [("changes", 4 * 8 * 4, 1), ("", 24 * 4, 1)]  # 4 products of 2 blocks
     changes, times = made[0].events
-    assert isinstance(changes, ChangesMeasured) and isinstance(times, GroupMeasured)
-    assert len(changes.changes) == 4 and len(changes.changes[0]) == 8 and changes.step == 2
+    assert isinstance(changes, ChangesMeasured)
+    assert isinstance(times, GroupMeasured)
+    assert len(changes.changes) == 4
+    assert len(changes.changes[0]) == 8
+    assert changes.step == 2
 
 
 def test_memory_that_is_lent_is_not_free(make, spec_of, scripted):
@@ -337,10 +349,14 @@ def test_what_a_slowdown_is_of(make, spec_of, unbalanced, by, slow):
         for item in program.items:
             if item.transfer is None:
                 kind = "step" if item.phase == "step" else "products" if item.half else "rest"
-                kind = "attention" if kind == "rest" and item.product and "core" in item.parts[0].name else kind
+                kind = (
+                    "attention" if kind == "rest" and item.product and "core" in item.parts[0].name else kind
+                )
                 if kind == "rest" and item.product:
                     continue  # the head's product
-                took.setdefault(kind, [0, 0])[rank // 2] += timing.ends_ns[item.index] - timing.starts_ns[item.index]
+                took.setdefault(kind, [0, 0])[rank // 2] += (
+                    timing.ends_ns[item.index] - timing.starts_ns[item.index]
+                )
     for kind, (full, own) in took.items():
         assert own == pytest.approx((4.0 if kind in slow else 1.0) * full, rel=1e-3), kind
 
@@ -404,7 +420,8 @@ def test_a_helper_that_dies_while_it_is_lent_units_is_named(make, spec_of, scrip
     )
     record = simulate(failing, spec=spec_of(), make_balance=factory)
     assert record.result["status"] == "failed"
-    assert "rank 1 failed" in record.result["error"] and "rank 0 waits for rank 1" in record.result["error"]
+    assert "rank 1 failed" in record.result["error"]
+    assert "rank 0 waits for rank 1" in record.result["error"]
 
 
 def test_probed_computation_follows_shares(make, spec_of, scripted):
@@ -417,7 +434,8 @@ def test_probed_computation_follows_shares(make, spec_of, scripted):
     simulate(experiment, spec=spec_of(), make_balance=factory)
     before, after = (event for event in made[0].events if isinstance(event, GroupMeasured))
     # 64 units each: half of them go; memory-bound parts and launches stay
-    assert after.ffn_ns[2] == before.ffn_ns[2] and after.attention_ns == before.attention_ns
+    assert after.ffn_ns[2] == before.ffn_ns[2]
+    assert after.attention_ns == before.attention_ns
     assert after.ffn_ns[0] < before.ffn_ns[0] < after.ffn_ns[1]
     assert after.ffn_ns[0] + after.ffn_ns[1] == pytest.approx(2 * before.ffn_ns[0], rel=0.02)
 

@@ -72,8 +72,12 @@ def test_products_follow_units_in_both_halves_and_the_rest_of_the_group_takes_up
     for way in WAYS:  # the group's work is the same altogether, attention and activation too
         even_bytes = sum(s.what.nbytes for s in model.steps(BLOCK, way) if hasattr(s.what, "flop"))
         even_flop = model.flop(BLOCK, way)
-        flop = [sum(s.what.flop for s in model.steps(BLOCK, way, x) if hasattr(s.what, "flop")) for x in shares]
-        moved = [sum(s.what.nbytes for s in model.steps(BLOCK, way, x) if hasattr(s.what, "flop")) for x in shares]
+        flop = [
+            sum(s.what.flop for s in model.steps(BLOCK, way, x) if hasattr(s.what, "flop")) for x in shares
+        ]
+        moved = [
+            sum(s.what.nbytes for s in model.steps(BLOCK, way, x) if hasattr(s.what, "flop")) for x in shares
+        ]
         assert sum(flop) == 2 * even_flop
         assert sum(moved) == pytest.approx(2 * even_bytes)
         assert moved[0] < even_bytes < moved[1]
@@ -87,7 +91,10 @@ def test_no_collectives_shape_changes(make, spec_of):
         (share, *_) = shares_of(Assignment(work, actions), place)
         assert share is not None
         for way in WAYS:
-            transfers = [[s.what for s in model.steps(BLOCK, way, x) if s.half is None and hasattr(s.what, "op")] for x in (None, share)]
+            transfers = [
+                [s.what for s in model.steps(BLOCK, way, x) if s.half is None and hasattr(s.what, "op")]
+                for x in (None, share)
+            ]
             assert transfers[0] == transfers[1] != []
 
 
@@ -110,7 +117,8 @@ def test_the_copies_of_a_pruned_product_are_counted(make, spec_of):
     experiment, spec = make(2, precision=Precision.fp32), spec_of()
     model, work = model_of(experiment, spec), work_of(experiment, spec)
     share = shares_of(Assignment(work, (Prune(0, 0.5, "block.1.fc1"),)), 0)
-    assert share[0] is None and share[1] is not None
+    assert share[0] is None
+    assert share[1] is not None
     rows, hidden, wide, kept = 4 * 16, 64, 4 * 64 // 2, 32
     forward, dx, dw = (
         next(s.what.nbytes for s in steps)
@@ -202,7 +210,8 @@ def test_a_product_waits_for_what_is_lent_and_a_block_for_what_comes_back(make, 
                 i for i in items if i.half is half and i.unit == f"block.{block}" and i.phase == "forward"
             )
             joins = items[first.index - 1]
-            assert joins.parts[0].name.endswith("join") and lent[f"block.{block}.{half.value}"] in joins.after
+            assert joins.parts[0].name.endswith("join")
+            assert lent[f"block.{block}.{half.value}"] in joins.after
     returned = [i for i in items if i.stream == "return"]
     assert [i.unit for i in returned] == [
         f"block.{b}.{half}" for b in (2, 1, 0) for half in ("ffn", "attention")
@@ -229,7 +238,12 @@ def test_only_ranks_that_move_units_have_rows_and_bytes_are_those_of_the_closed_
         rows = Counter((i.stream, i.unit.split(".")[2]) for i in items if i.stream in ("lend", "return"))
         both = 2 * layers  # micro-batches times blocks
         expected = {
-            0: {("lend", "attention"): both, ("lend", "ffn"): both, ("return", "attention"): both, ("return", "ffn"): both},
+            0: {
+                ("lend", "attention"): both,
+                ("lend", "ffn"): both,
+                ("return", "attention"): both,
+                ("return", "ffn"): both,
+            },
             1: {},
             3: {("lend", "ffn"): both, ("return", "ffn"): both},
         }

@@ -80,7 +80,7 @@ def test_without_balance_only_products_take_chi_times(chi):
 
         def decide(self, event):
             self.events.append(event)
-            return None
+            return
 
     simulated("vit_1b", make_balance=lambda work: Watch())
     measured = next(event for event in Watch.events if isinstance(event, GroupMeasured))
@@ -106,7 +106,7 @@ def test_a_group_of_two_kinds_of_gpus_is_seen_as_one_with_stragglers(proportiona
 
         def decide(self, event):
             self.events.append(event)
-            return None
+            return
 
     record = simulated("vit_1b", cluster="mixed_group", network=(), make_balance=Watch)
     measured = next(event for event in Watch.events if isinstance(event, GroupMeasured))
