@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -25,7 +26,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from twinbed.analysis.console import summary
 from twinbed.analysis.parity import compare_records, write_parity
-from twinbed.analysis.record import RESULT, Record, new_result, read_record, write_record, write_text
+from twinbed.analysis.record import (
+    RESULT,
+    Decision,
+    Record,
+    new_result,
+    read_record,
+    write_record,
+    write_text,
+)
 from twinbed.conf.compose import (
     CONFIG_NAME,
     CONFIG_PATH,
@@ -37,6 +46,14 @@ from twinbed.conf.compose import (
 )
 from twinbed.conf.hints import hint
 from twinbed.conf.schema import ExperimentConf, Launch, Target
+from twinbed.policies.balance import (
+    BalancePolicy,
+    balanced_work,
+    build_balance,
+    describe_balance_actions,
+    is_balance_event,
+    parse_balance_event,
+)
 from twinbed.policies.comm import CommPolicy, build_comm, describe_action, parse_event
 from twinbed.policies.layout import (
     ParallelLayout,
@@ -222,19 +239,8 @@ def write_simulation(
     composed: Composed, policy: CommPolicy, warnings: tuple[str, ...], folder: Path
 ) -> Record:
     """Simulate and write the record; the simulator's own wall-clock time goes to timing.json."""
-    from twinbed.sim.simulate import simulate
-
     started = time.perf_counter()
-    try:
-        record = simulate(
-            composed.experiment,
-            spec=composed.spec,
-            policy=policy,
-            resolved=composed.resolved,
-            git_commit=git_commit(),
-        )
-    except (ValueError, RuntimeError) as err:  # plans that cannot be carried out, or ranks that wait for ever
-        raise ExperimentError(str(err)) from err
+    record = _simulation(composed, policy)
     elapsed_s = time.perf_counter() - started
     record.result["warnings"] = [*warnings, *record.result["warnings"]]
     write_record(folder, record)
@@ -242,11 +248,33 @@ def write_simulation(
     return record
 
 
+def _simulation(
+    composed: Composed, policy: CommPolicy, *, balance_events: Sequence[Decision] | None = None
+) -> Record:
+    """`balance_events`: of a run; None: balancing policies are told what the simulation itself measures."""
+    from twinbed.sim.simulate import simulate
+
+    try:
+        return simulate(
+            composed.experiment,
+            spec=composed.spec,
+            policy=policy,
+            resolved=composed.resolved,
+            git_commit=git_commit(),
+            balance_events=balance_events,
+        )
+    except (ValueError, RuntimeError) as err:  # plans that cannot be carried out, or ranks that wait for ever
+        raise ExperimentError(str(err)) from err
+
+
 def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...], folder: Path) -> None:
     """Measure this cluster's constants, train, predict from the constants, and compare.
 
     One launch does all three, because constants wander between launches. The prediction uses the probe and
     an iteration of the same model without communication; nothing is fitted on the run that it predicts.
+
+    Where ranks are balanced the prediction decides by its own times, and may decide otherwise than the run. So ledgers
+    are compared with those of a second simulation, whose policies are told what the run measured.
     """
     from twinbed.runtime.case import CALIBRATE, Case
     from twinbed.runtime.machine import BusyWatch
@@ -270,6 +298,7 @@ def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...],
     _raise_without_record(outcome, folder / TRAINING)
     _note_unshaped(folder / TRAINING, outcome)
     real = read_record(folder / TRAINING)
+    told: Record | None = None
     if outcome.status != "ok":
         alone = composed.resolved | {"target": Target.sim.value}
         _write_failed(folder / "sim", alone, "not predicted: the launch that measures constants failed")
@@ -288,12 +317,16 @@ def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...],
         experiment = with_fixed_costs(experiment, composed.spec, policy)  # so that the record shows them
         predicted = replace(composed, experiment=experiment, resolved=to_dict(experiment))
         write_simulation(predicted, policy, warnings, folder / "sim")
+        if experiment.balance.of_tensor_ranks and real.result["status"] == "ok":
+            told = _simulation(predicted, policy, balance_events=real.decisions)
     sim = read_record(folder / "sim")
     layout = layout_of(composed.experiment, composed.spec)
+    make_balance = balance_maker(composed)
     again = all(
-        replays(policy, record, make_offload_policy(composed, policy), layout) for record in (sim, real)
+        replays(policy, record, make_offload_policy(composed, policy), layout, make_balance)
+        for record in (sim, real)
     )
-    parity = compare_records(sim, real, replay_equal=again, void=void)
+    parity = compare_records(sim, real, told=told, replay_equal=again, void=void)
     write_parity(folder, parity)
     sys.stdout.write(f"{summary(sim)}\n{summary(real)}\n{_verdict(parity)}\nrecord: {folder}\n")
     _raise_if_failed(outcome)
@@ -310,27 +343,43 @@ def make_offload_policy(composed: Composed, policy: CommPolicy) -> OffloadPolicy
     return new_offload_policy(composed.experiment, spec=composed.spec, policy=policy)
 
 
+def balance_maker(composed: Composed) -> Callable[[], BalancePolicy] | None:
+    """Makes new balancing policies of a tensor group; None where none are balanced."""
+    experiment, spec = composed.experiment, composed.spec
+    work = balanced_work(experiment, spec, layout_of(experiment, spec))
+    if work is None:
+        return None
+    return lambda: build_balance(experiment.balance, work)
+
+
 def replays(
     policy: CommPolicy,
     record: Record,
     offload: OffloadPolicy | None = None,
     layout: ParallelLayout | None = None,
+    make_balance: Callable[[], BalancePolicy] | None = None,
 ) -> bool:
     """Whether the record's events, put to the policies again, give the actions that were taken.
 
     Args:
         offload: A new one, for it has a memory; None: nothing was offloaded.
         layout: None: every rank has the whole model, or its shard of all.
+        make_balance: Makes a balancing policy, one for each rank that has decisions; None: ranks are not balanced.
     """
+    balances: dict[int, BalancePolicy] = {}
 
-    def answer(event: str) -> str:
+    def answer(rank: int, event: str) -> str:
+        if make_balance is not None and is_balance_event(event):
+            if rank not in balances:
+                balances[rank] = make_balance()
+            return describe_balance_actions(balances[rank].decide(parse_balance_event(event)))
         if offload is not None and is_offload_event(event):
             return describe_offload_actions(offload.decide(parse_offload_event(event)))
         if layout is not None and is_layer_event(event):
             return describe_action(layout.decide(parse_layer_event(event)))
         return describe_action(policy.decide(parse_event(event)))
 
-    return all(answer(decision.event) == decision.action for decision in record.decisions)
+    return all(answer(decision.rank, decision.event) == decision.action for decision in record.decisions)
 
 
 def _verdict(parity: dict[str, Any]) -> str:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import simpy
 
 from ..conf.model_spec import ModelSpec
-from ..conf.schema import Backend, ClusterConf, ExperimentConf, Precision
+from ..conf.schema import Backend, ClusterConf, Engine, ExperimentConf, Precision, SlowdownBy
 from ..policies.comm import CommPolicy, build_comm
 from ..policies.layout import replicas_of
 from .classes import Fold
@@ -16,7 +17,7 @@ from .conditions import Conditions
 from .constants import with_fixed_costs
 from .costs import Costs
 from .engines import EngineModel, Setup, State, Written
-from .executor import Executor, FailureError, Segment, Timing
+from .executor import Executor, FailureError, Observer, Segment, Timing
 from .folded import Folded
 from .interpreter import PASSES, Transfer
 from .ledger import Ledger, rank_classes, transfers_of
@@ -58,6 +59,7 @@ class Run:
         make_engine: Callable[[Setup], EngineModel],
     ) -> None:
         cluster = experiment.cluster
+        _check_slowdown(experiment)
         self.warnings: tuple[str, ...] = ()
         if policy is None:
             seen = replicas_of(experiment)
@@ -78,7 +80,11 @@ class Run:
         self.engine = make_engine(Setup(experiment, spec, policy, Costs(experiment, spec, policy)))
         self.mesh = self.engine.mesh
         self.ledger = Ledger(self.mesh)
+        self.apart = (
+            False  # whether every rank does what it does by itself, even where collectives are single flows
+        )
         self.decided: list[list[tuple[str, str]]] = []  # for each segment
+        self.befores: list[State] = []  # with what each segment begins
         self.segments = self._segments()
         self.codec_scale = self._codec_scale()
         self._each = list({id(s.programs): s.programs for s in self.segments}.values())
@@ -122,6 +128,10 @@ class Run:
             before = end
         return times
 
+    def beside(self) -> dict[str, Any]:
+        """What a record has besides, of the first simulation."""
+        return {}
+
     def _whole(self, costs: Costs) -> Simulated:
         """All segments in one go."""
         machine, executor = self._executor(costs)
@@ -131,7 +141,10 @@ class Run:
             return Simulated(costs, machine, self.fold, executor.done(), str(err))
         return Simulated(costs, machine, self.fold, timings)
 
-    def _executor(self, costs: Costs) -> tuple[Machine, Executor]:
+    def _executor(
+        self, costs: Costs, *, observer: Observer | None = None, conditions: Conditions | None = None
+    ) -> tuple[Machine, Executor]:
+        conditions = conditions if conditions is not None else self.conditions
         total = self.mesh.num_ranks
         shares = {rank: n / total for rank, n in zip(self.fold.ranks, self.fold.counts, strict=True)}
         machine = Machine(
@@ -139,15 +152,19 @@ class Run:
             costs,
             Topology(costs.cluster),
             folded=self.folded,
-            conditions=self.conditions,
+            conditions=conditions,
             shares=shares,
             part_costs=self._part_costs(costs),
         )
         if not self.folded:
-            return machine, Executor(machine, PerStep(machine, self.mesh), self.fold.ranks)
-        collectives = Folded(machine, self.mesh, self.fold, self._transfers, self.conditions)
+            per_step = PerStep(machine, self.mesh)
+            return machine, Executor(machine, per_step, self.fold.ranks, observer=observer)
+        collectives = Folded(machine, self.mesh, self.fold, self._transfers, conditions)
         counts = dict(zip(self.fold.ranks, self.fold.counts, strict=True))
-        return machine, Executor(machine, collectives, self.fold.ranks, classes=True, counts=counts)
+        executor = Executor(
+            machine, collectives, self.fold.ranks, classes=True, counts=counts, observer=observer
+        )
+        return machine, executor
 
     def _costs(self, cluster: ClusterConf) -> Costs:
         costs = Costs(replace(self.experiment, cluster=cluster), self.spec, self.policy)
@@ -225,10 +242,31 @@ class Run:
                     if not iteration:
                         self.check_size(known[key].programs, self.experiment.steps)
                 written = known[key]
+                self.befores.append(state)
                 state = written.after
                 segments.append(Segment(iteration, validation, written.programs))
                 self.decided.append(written.decided)
         return segments
+
+
+def _check_slowdown(experiment: ExperimentConf) -> None:
+    """Refuse a slowdown of what an engine's programs do not tell apart.
+
+    Raises:
+        ValueError: Naming the key, its value and what would be legal.
+    """
+    cluster, engine = experiment.cluster, experiment.engine
+    by, key = cluster.slowdown_by, f"cluster.slowdown_by={cluster.slowdown_by.value}"
+    if not cluster.slowdown or by in (SlowdownBy.device, SlowdownBy.quota):
+        return
+    if engine is not Engine.fsdp2:
+        raise ValueError(
+            f"{key} with engine={engine.value}: its products are not told apart; use device or quota"
+        )
+    if by is SlowdownBy.repeat and experiment.parallel.tensor == 1:
+        raise ValueError(
+            f"{key} with parallel.tensor=1: repeats products of tensor-parallel layers; use device, sleep or quota"
+        )
 
 
 def _precision_warnings(experiment: ExperimentConf) -> tuple[str, ...]:

@@ -1,7 +1,15 @@
 """Balancing policies: what ranks that share work do when some of them are slow."""
 
 from .assignment import Assignment, kept_columns, moves
-from .movement import LEND_STREAM, MEASURE_STREAM, RETURN_STREAM, lend_plans, return_plans
+from .build import balanced_work, build_balance
+from .movement import (
+    LEND_STREAM,
+    MEASURE_STREAM,
+    RETURN_STREAM,
+    lend_plans,
+    pretest_parts,
+    return_plans,
+)
 from .policy import (
     BalanceAction,
     BalanceEvent,
@@ -35,7 +43,9 @@ __all__ = [
     "MovementTimed",
     "Product",
     "Prune",
+    "balanced_work",
     "block_work",
+    "build_balance",
     "column_work",
     "describe_balance_actions",
     "describe_balance_event",
@@ -44,5 +54,6 @@ __all__ = [
     "lend_plans",
     "moves",
     "parse_balance_event",
+    "pretest_parts",
     "return_plans",
 ]
