@@ -50,7 +50,9 @@ class WrittenLayout:
         replicated: Its optimizers have the root's parameters first, and then each block's, as whole weights lie.
     """
 
-    def __init__(self, folder: Path, parallel: Mapping[str, Any], spec: ModelSpec, *, replicated: bool) -> None:
+    def __init__(
+        self, folder: Path, parallel: Mapping[str, Any], spec: ModelSpec, *, replicated: bool
+    ) -> None:
         self._folder = folder
         entries = FileSystemReader(folder).read_metadata().state_dict_metadata
         self._entries = {key: x for key, x in entries.items() if isinstance(x, TensorStorageMetadata)}
@@ -58,7 +60,9 @@ class WrittenLayout:
         places = sorted({name.partition("/")[0] for name in named}) if parallel else [""]
         self._parts: dict[str, list[_Part]] = {}
         layout = _layout(parallel, spec) if parallel else None
-        self._mesh = Mesh(math.prod(size for _, size in layout.dims), 1, 1, layout.dims) if layout else Mesh(1, 1)
+        self._mesh = (
+            Mesh(math.prod(size for _, size in layout.dims), 1, 1, layout.dims) if layout else Mesh(1, 1)
+        )
         self._placed: dict[str, Placed] = {}
         for place in places:
             axes = {axis: int(index) for axis, index in _PLACE.findall(place)}

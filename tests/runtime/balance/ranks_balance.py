@@ -41,7 +41,8 @@ GPT = (
     "model.hidden=32",
     "model.heads=8",
     "model.ffn=32",
-    "model.vocab=257", "data=text",
+    "model.vocab=257",
+    "data=text",
     "model.sequence=8",
     "batch.micro=2",
     "batch.accumulation=2",
@@ -53,7 +54,8 @@ LLAMA = (
     "model.heads=16",
     "model.kv_heads=8",
     "model.ffn=32",
-    "model.vocab=257", "data=text",
+    "model.vocab=257",
+    "data=text",
     "model.sequence=8",
     "batch.micro=2",
     "batch.accumulation=2",
@@ -258,13 +260,17 @@ def moved(folder: Path) -> dict[str, Any]:
         want, got = plain[keys, steps], train(keys, folder, answers, steps=steps)
         found[name] = {
             "case": ((*SMALL, *keys), answers, steps),
-            "gradients": max(error(one, other) for one, other in zip(got.gradients, want.gradients, strict=True)),
+            "gradients": max(
+                error(one, other) for one, other in zip(got.gradients, want.gradients, strict=True)
+            ),
             "parameters": error(got.parameters, want.parameters),
             "losses": max(abs(one / other - 1) for one, other in zip(got.losses, want.losses, strict=True)),
             "validation": abs(got.validation / want.validation - 1),
             "same_rows": plain_rows(got.rows) == plain_rows(want.rows),
             "rows": [row for row in got.rows if row.stream in ("lend", "return", "balance")],
-            "decisions": [(d.iteration, d.event, d.action) for d in got.decisions if "GroupMeasured" in d.event],
+            "decisions": [
+                (d.iteration, d.event, d.action) for d in got.decisions if "GroupMeasured" in d.event
+            ],
             "told": got.told,
             "learned": want.losses[0] - want.losses[-1],
         }
@@ -336,7 +342,12 @@ def pruned(folder: Path) -> dict[str, Any]:
             worst = max(worst, error({n: got[n] for n in want}, want), abs(loss / float(total) - 1))
             shares.append(min(float(m.mean()) for m in mask.values()))
         unlike = [one != other for one, other in zip(kept, kept[1:], strict=False)]
-        found[name] = {"worst": worst, "least": min(shares), "changed": unlike, "validation": validation(trainer)}
+        found[name] = {
+            "worst": worst,
+            "least": min(shares),
+            "changed": unlike,
+            "validation": validation(trainer),
+        }
         trainer.close()
     return found
 
@@ -373,7 +384,10 @@ def frozen(folder: Path) -> dict[str, Any]:
         trainer.step(0)  # momentum for all columns
         balanced.assignment = Assignment(balanced.work, (Prune(0, 0.5), move(0, 1, A, 1), move(0, 2, F, 3)))
         parameters = trainer.engine.named_parameters()
-        before = {n: (p.detach().clone(), trainer.optimizer.state[p]["exp_avg"].clone()) for n, p in parameters.items()}
+        before = {
+            n: (p.detach().clone(), trainer.optimizer.state[p]["exp_avg"].clone())
+            for n, p in parameters.items()
+        }
         trainer.step(1)
         left, taken = [], []
         for product in balanced.products():
