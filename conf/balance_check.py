@@ -46,6 +46,11 @@ def _refuse_tensor(experiment: ExperimentConf, which: str) -> None:
         raise ValueError(
             f"parallel.sequence={parallel.sequence} with parallel.sequence_mode=megatron and {which}: must be 1"
         )
+    if conf.moves and parallel.sequence > 1:
+        raise ValueError(
+            f"parallel.sequence={parallel.sequence} with {which}: must be 1; ranks that share a sequence exchange keys "
+            "and values of the same heads, and each tensor group moves its own"
+        )
     if conf.moves and experiment.recompute is not Recompute.none:
         raise ValueError(
             f"recompute={experiment.recompute.value} with {which}: must be none; what was lent would have to be lent "
@@ -76,8 +81,8 @@ def _refuse_layers(experiment: ExperimentConf, which: str) -> None:
     parallel = experiment.parallel
     if parallel.pipeline == 1:
         raise ValueError(
-            f"parallel.pipeline=1 with {which}: must be > 1, for blocks move between stages; use balance=resize, migrate "
-            "or semi for tensor ranks, or balance=batch for replicas"
+            f"parallel.pipeline=1 with {which}: must be > 1, for blocks move between stages; use balance=resize, "
+            "migrate or semi for tensor ranks, or balance=batch for replicas"
         )
     if parallel.virtual_stages > 1:
         raise ValueError(f"parallel.virtual_stages={parallel.virtual_stages} with {which}: must be 1")

@@ -78,28 +78,27 @@ class WrittenLayout:
 
     def parameter(self, name: str) -> Tensor:
         """The whole of one; fp32, as it was saved."""
-        return self._whole(name, lambda part: ("model", _joined(part.place, name)))
+        return self._whole(name, None)
 
     def states(self, name: str) -> dict[str, Tensor]:
         """What the optimizer had of it, whole; what is no tensor of its shape is as the first place has it."""
         first = self._parts[name][0]
-        prefix = f"optimizer.{_joined(first.place, str(first.number))}."
+        prefix = ".".join(_path(first, name, ""))
+        shape = self._entries[".".join(_path(first, name, None))].size
         found = {}
-        shape = self._entries[f"model.{_joined(first.place, name)}"].size
-        for key in [key for key in self._entries if key.startswith(prefix)]:
-            state = key[len(prefix) :]
-            where = lambda part, state=state: ("optimizer", _joined(part.place, str(part.number)), state)  # noqa: E731
-            if self._entries[key].size == shape:
-                found[state] = self._whole(name, where)
-            else:
-                found[state] = self._read([where(first)])[0]
+        for key, entry in self._entries.items():
+            state = key.removeprefix(prefix)
+            if state != key and entry.size == shape:
+                found[state] = self._whole(name, state)
+            elif state != key:
+                found[state] = self._read([_path(first, name, state)])[0]
         return found
 
-    def _whole(self, name: str, where: Callable[[_Part], tuple[str, ...]]) -> Tensor:
+    def _whole(self, name: str, state: str | None) -> Tensor:
         parts, placed = self._parts[name], self._placed.get(name)
         if placed is None:
-            return self._read([where(parts[0])])[0]
-        found = self._read([where(part) for part in parts])
+            return self._read([_path(parts[0], name, state)])[0]
+        found = self._read([_path(part, name, state) for part in parts])
         padded = found[0].new_zeros(placed.padded)
         for part, tensor in zip(parts, found, strict=True):
             placed.put(padded, tensor, self._mesh, part.axes)
@@ -189,6 +188,13 @@ def _order(model: Stack, *, replicated: bool) -> list[str]:
     for block in blocks:
         found += [name for name, p in names.items() if id(p) in block]
     return found
+
+
+def _path(part: _Part, name: str, state: str | None) -> tuple[str, ...]:
+    """Keys under which a part of a parameter lies, or of one of its optimizer's states."""
+    if state is None:
+        return "model", _joined(part.place, name)
+    return "optimizer", _joined(part.place, str(part.number)), state
 
 
 def _joined(place: str, name: str) -> str:

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +256,6 @@ def moved(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     plain: dict[tuple[Any, ...], Trained] = {}
     for name, (keys, answers, steps) in MOVES.items():
-        print(name, flush=True)
         if (keys, steps) not in plain:
             plain[keys, steps] = train(keys, folder, steps=steps)
         want, got = plain[keys, steps], train(keys, folder, answers, steps=steps)
@@ -300,13 +301,19 @@ def masks(trainer: Trainer) -> dict[str, Tensor]:
         return part.laid.wholes(local)
 
 
+def _look(trainer: Trainer, got: dict[str, Any], apply: Any, rate: float, scale: float) -> Any:
+    """Before the optimizer's step."""
+    got |= {n: g.clone() for n, g in trainer.engine.full_gradients().items()}
+    got["masks"] = masks(trainer)
+    return apply(rate, scale)
+
+
 def pruned(folder: Path) -> dict[str, Any]:
     """Gradients of pruned steps against those of a whole model whose weights are masked, in one process."""
     from twinbed.runtime.stack import build_model
 
     found: dict[str, Any] = {}
     for name, (keys, balance, actions) in PRUNING.items():
-        print(name, flush=True)
         kept: list[list[tuple[int, ...] | None]] = []
         trainer, _ = new_trainer(
             (*keys, *TENSOR, "balance.refresh=2", "train.gradient_clipping=0"), folder, {}, balance
@@ -317,18 +324,12 @@ def pruned(folder: Path) -> dict[str, Any]:
         worst, shares = 0.0, []
         for step in range(5):
             whole.load_state_dict(trainer.engine.full_parameters())
-            got: dict[str, Tensor] = {}
+            got: dict[str, Any] = {}
             apply = trainer._apply
-
-            def look(rate: float, scale: float, got: dict[str, Tensor] = got, apply: Any = apply) -> Any:
-                got |= {n: g.clone() for n, g in trainer.engine.full_gradients().items()}
-                got["masks"] = masks(trainer)  # type: ignore[assignment]
-                return apply(rate, scale)
-
-            trainer._apply = look  # type: ignore[method-assign]
+            trainer._apply = partial(_look, trainer, got, apply)  # type: ignore[method-assign]
             loss = trainer.step(step).loss
             trainer._apply = apply  # type: ignore[method-assign]
-            mask: dict[str, Tensor] = got.pop("masks")  # type: ignore[assignment]
+            mask: dict[str, Tensor] = got.pop("masks")
             kept.append([product.kept for product in balanced.products()])
             masked = {n: p * mask.get(n, 1) for n, p in whole.named_parameters()}
             losses = []
@@ -341,7 +342,7 @@ def pruned(folder: Path) -> dict[str, Any]:
             want = dict(zip(names, gradients, strict=True))
             worst = max(worst, error({n: got[n] for n in want}, want), abs(loss / float(total) - 1))
             shares.append(min(float(m.mean()) for m in mask.values()))
-        unlike = [one != other for one, other in zip(kept, kept[1:], strict=False)]
+        unlike = [one != other for one, other in pairwise(kept)]
         found[name] = {
             "worst": worst,
             "least": min(shares),

@@ -1,4 +1,4 @@
-"""Units of slow ranks that others compute: exactly what plain tensor parallelism computes, and the rows that it adds."""
+"""Units of slow ranks that others compute: what plain tensor parallelism computes, and the rows that it adds."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -123,7 +123,7 @@ def check_events(
     assert [event.step for event in measured] == list(range(1, steps + 1)), where
     for event in measured:
         assert all(time_ns > 0 for time_ns in event.ffn_ns), where
-        assert all(0 < free for free in event.free_bytes), where
+        assert all(free > 0 for free in event.free_bytes), where
     idle = [all(event.attention_ns[rank] > 0 for event in measured) for rank in range(work.ranks)]
     assert all(idle), where
     logged = {iteration: action for iteration, _, action in case["decisions"]}
