@@ -46,6 +46,11 @@ def _refuse_tensor(experiment: ExperimentConf, which: str) -> None:
         raise ValueError(
             f"parallel.sequence={parallel.sequence} with parallel.sequence_mode=megatron and {which}: must be 1"
         )
+    if conf.moves and parallel.sequence > 1:
+        raise ValueError(
+            f"parallel.sequence={parallel.sequence} with {which}: must be 1; ranks that share a sequence exchange keys "
+            "and values of the same heads, and each tensor group moves its own"
+        )
     if conf.moves and experiment.recompute is not Recompute.none:
         raise ValueError(
             f"recompute={experiment.recompute.value} with {which}: must be none; what was lent would have to be lent "

@@ -90,8 +90,8 @@ def calibrate(
 
     To be called on all ranks.
 
-    A layout's collectives all block meanwhile, so that each lap holds them whole. All ranks run at full speed, on an even
-    split: the simulator knows of `cluster.slowdown` and of what balancing moves.
+    A layout's collectives all block meanwhile, so that each lap holds them whole. All ranks run at full speed, on an
+    even split: the simulator knows of `cluster.slowdown` and of what balancing moves.
 
     Computation is measured in its place: cores that were idle begin slowly, those that carried traffic less so, and
     ranks that waited for each other compete for the cores together. A pause in place of a collective does not

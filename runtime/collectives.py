@@ -98,7 +98,8 @@ class Collectives(Protocol):
         *,
         later: bool = False,
     ) -> Pending | None:
-        """`parts[i]` of the root's `rows` [sum of parts, n], one after the other, become `out` [parts[i], n] at place i.
+        """`parts[i]` of the root's `rows` [sum of parts, n], one after the other, become `out` [parts[i], n] at place
+        i.
 
         To be called where `parts` has something to send or to get; `rows` is of the root, `out` of the others. Between
         two ranks messages go in the order of calls.

@@ -88,8 +88,8 @@ def write_outcome(
         alike = first.setdefault(other.units_of, other)
         if other.decision_digest != alike.decision_digest:
             raise RuntimeError(
-                f"rank {other.rank} took other decisions than rank {alike.rank}: a policy (comm={experiment.comm.name}, "
-                f"balance={experiment.balance.name}) depends on more than its events"
+                f"rank {other.rank} took other decisions than rank {alike.rank}: a policy "
+                f"(comm={experiment.comm.name}, balance={experiment.balance.name}) depends on more than its events"
             )
     metrics = _mean_metrics(reports)
     folder = context.case_folder(case)

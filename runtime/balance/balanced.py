@@ -53,7 +53,7 @@ class BalancedBlock:
         self.following: BalancedBlock | None = None
 
     def begins(self) -> None:
-        """What is lent is on its way before this block computes; that of the next one too, where its weights are there."""
+        """What is lent is on its way before this block computes; that of the next one too, if its weights are there."""
         balanced = self._balanced
         if not torch.is_grad_enabled() or balanced.assignment.is_even:
             return
@@ -97,7 +97,7 @@ class Balanced:
     ) -> None:
         if conf.moves and conf.way is not Way.paired:
             raise ValueError(
-                f"balance.way={conf.way.value} with target=runtime: must be paired; the others are not carried out there"
+                f"balance.way={conf.way.value} with target=runtime: must be paired, the only way that it has"
             )
         self.conf, self.work, self.ledger = conf, work, ledger
         self.movements = Movements(groups, ledger, collectives)

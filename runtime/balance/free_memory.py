@@ -6,8 +6,8 @@ import torch
 
 
 def free_bytes(device: torch.device, *, device_bytes: float, ranks_here: int) -> int:
-    """Of a GPU what its driver says; of a CPU what is left of `cluster.device.memory_bytes` beside the process's resident
-    set, at most this rank's share of what the machine has left.
+    """Of a GPU what its driver says; of a CPU what is left of `cluster.device.memory_bytes` beside the process's
+    resident set, at most this rank's share of what the machine has left.
 
     Args:
         ranks_here: Ranks on this machine.

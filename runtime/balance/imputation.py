@@ -4,10 +4,10 @@ Of a product y = x W^T with columns K kept (x [tokens, columns], W [rows, column
 
 * zero: 0 in the columns that are left out, of both gradients.
 * average: of both, in each row (a token of dx, an output feature of dW), the mean of the row's computed columns.
-* same: of dW, what was computed in that place last, in whatever micro-batch that was; of dx, whose tokens are others each
-  time, the mean over tokens of what was computed in that column last. Both are 0 before a column was first computed, and
-  begin anew when the shape of what this rank computes changes. It takes as much memory again as the gradients, and is
-  kept up to date in products that leave nothing out.
+* same: of dW, what was computed in that place last, in whatever micro-batch that was; of dx, whose tokens are others
+  each time, the mean over tokens of what was computed in that column last. Both are 0 before a column was first
+  computed, and begin anew when the shape of what this rank computes changes. It takes as much memory again as the
+  gradients, and is kept up to date in products that leave nothing out.
 
 How SEMI defines the latter two is not known; these are readings of their names. Matrices that share an input are one
 product, whose dx is filled in once.

@@ -35,8 +35,8 @@ def time_movements(balanced: Balanced, *, device: torch.device) -> list[Movement
 
 
 def sizes(own: int, ranks: int) -> tuple[int, int]:
-    """(few, many) units of one rank that move: one to each helper, and half of what it has; two different numbers, where
-    it has two units.
+    """(few, many) units of one rank that move: one to each helper, and half of what it has; two different numbers,
+    where it has two units.
     """
     few, many = min(own, ranks - 1), min(own, max(2, own // 2))
     if many > few:

@@ -83,7 +83,7 @@ class Columns:
         """The columns that are computed, ascending.
 
         Args:
-            columns: That the rank computes if none is left out: the first of its own, or all of them and then lent ones.
+            columns: That the rank computes if none is left out: the first of its own, or all and then lent ones.
         """
         if self._kept is None or self._chosen_for != (columns, kept):
             self._kept, self._chosen_for = self._choose(columns, kept), (columns, kept)

@@ -24,7 +24,7 @@ class Stopwatch:
         """Now: on the current stream, of a GPU."""
         if not self._on_gpu:
             return time.monotonic_ns()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 

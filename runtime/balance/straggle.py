@@ -3,7 +3,8 @@
 * device, sleep: each product and each attention takes `factor` times as long (of the emulated rate, where there is one,
   else of what it took); without a layout each unit does. What a rank leaves out or lends is not slept for.
 * repeat: the products of tensor-parallel blocks are done `factor` - 1 more times and thrown away, on the operands that
-  balancing leaves (SEMI's released code); of a fraction, on as many of the rows. At an emulated rate they count as work.
+  balancing leaves (SEMI's released code); of a fraction, on as many of the rows. At an emulated rate they count as
+  work.
 * quota: the process gets 1 / `factor` of the time, in turns (`quota`).
 
 Seconds count from the first step, and are looked at whenever work ends; of a quota, at the start of each step.

@@ -18,7 +18,8 @@ class UnitShape:
     second matrix [D, features of all units].
 
     Args:
-        rows: Of a unit in each first matrix, one number for each section of it (queries, keys and values may lie in one).
+        rows: Of a unit in each first matrix, one number for each section of it: queries, keys and values may share
+            one.
         biased: Whether first matrices have biases.
         features: Columns of the second matrix that a unit is.
     """
@@ -35,9 +36,9 @@ class UnitShape:
             begin = 0
             for rows in sections:
                 section = tensor.narrow(0, begin, units * rows)
-                found.append(section.unflatten(0, (units, rows)))
+                found.append(torch.unflatten(section, 0, (units, rows)))
                 begin += units * rows
-        found.append(second.unflatten(1, (units, self.features)).transpose(0, 1))
+        found.append(torch.unflatten(second, 1, (units, self.features)).transpose(0, 1))
         return found
 
     def empty(self, tensors: Sequence[Tensor], units: int) -> list[Tensor]:
@@ -57,7 +58,7 @@ class UnitShape:
         for piece in self.pieces(tensors, units):
             target = piece[first : first + len(rows)]
             numel = target[0].numel() if len(target) else 0
-            target.copy_(rows[:, begin : begin + numel].unflatten(1, target.shape[1:]))
+            target.copy_(torch.unflatten(rows[:, begin : begin + numel], 1, target.shape[1:]))
             begin += numel
 
     def copy(

@@ -34,8 +34,8 @@ class Rate:
     """How long work takes.
 
     Args:
-        flop_per_s: Of the device that the CPU stands for; where the CPU is slower, its own time stands. None: work takes
-            the time that it takes.
+        flop_per_s: Of the device that the CPU stands for; where the CPU is slower, its own time stands. None: work
+            takes the time that it takes.
         straggler: Makes this rank slow.
         stopwatch: Told of the products of balanced blocks.
         synchronize: Waits for the device, where work runs asynchronously.

@@ -50,7 +50,9 @@ class WrittenLayout:
         replicated: Its optimizers have the root's parameters first, and then each block's, as whole weights lie.
     """
 
-    def __init__(self, folder: Path, parallel: Mapping[str, Any], spec: ModelSpec, *, replicated: bool) -> None:
+    def __init__(
+        self, folder: Path, parallel: Mapping[str, Any], spec: ModelSpec, *, replicated: bool
+    ) -> None:
         self._folder = folder
         entries = FileSystemReader(folder).read_metadata().state_dict_metadata
         self._entries = {key: x for key, x in entries.items() if isinstance(x, TensorStorageMetadata)}
@@ -58,7 +60,9 @@ class WrittenLayout:
         places = sorted({name.partition("/")[0] for name in named}) if parallel else [""]
         self._parts: dict[str, list[_Part]] = {}
         layout = _layout(parallel, spec) if parallel else None
-        self._mesh = Mesh(math.prod(size for _, size in layout.dims), 1, 1, layout.dims) if layout else Mesh(1, 1)
+        self._mesh = (
+            Mesh(math.prod(size for _, size in layout.dims), 1, 1, layout.dims) if layout else Mesh(1, 1)
+        )
         self._placed: dict[str, Placed] = {}
         for place in places:
             axes = {axis: int(index) for axis, index in _PLACE.findall(place)}
@@ -74,28 +78,27 @@ class WrittenLayout:
 
     def parameter(self, name: str) -> Tensor:
         """The whole of one; fp32, as it was saved."""
-        return self._whole(name, lambda part: ("model", _joined(part.place, name)))
+        return self._whole(name, None)
 
     def states(self, name: str) -> dict[str, Tensor]:
         """What the optimizer had of it, whole; what is no tensor of its shape is as the first place has it."""
         first = self._parts[name][0]
-        prefix = f"optimizer.{_joined(first.place, str(first.number))}."
+        prefix = ".".join(_path(first, name, ""))
+        shape = self._entries[".".join(_path(first, name, None))].size
         found = {}
-        shape = self._entries[f"model.{_joined(first.place, name)}"].size
-        for key in [key for key in self._entries if key.startswith(prefix)]:
-            state = key[len(prefix) :]
-            where = lambda part, state=state: ("optimizer", _joined(part.place, str(part.number)), state)  # noqa: E731
-            if self._entries[key].size == shape:
-                found[state] = self._whole(name, where)
-            else:
-                found[state] = self._read([where(first)])[0]
+        for key, entry in self._entries.items():
+            state = key.removeprefix(prefix)
+            if state != key and entry.size == shape:
+                found[state] = self._whole(name, state)
+            elif state != key:
+                found[state] = self._read([_path(first, name, state)])[0]
         return found
 
-    def _whole(self, name: str, where: Callable[[_Part], tuple[str, ...]]) -> Tensor:
+    def _whole(self, name: str, state: str | None) -> Tensor:
         parts, placed = self._parts[name], self._placed.get(name)
         if placed is None:
-            return self._read([where(parts[0])])[0]
-        found = self._read([where(part) for part in parts])
+            return self._read([_path(parts[0], name, state)])[0]
+        found = self._read([_path(part, name, state) for part in parts])
         padded = found[0].new_zeros(placed.padded)
         for part, tensor in zip(parts, found, strict=True):
             placed.put(padded, tensor, self._mesh, part.axes)
@@ -185,6 +188,13 @@ def _order(model: Stack, *, replicated: bool) -> list[str]:
     for block in blocks:
         found += [name for name, p in names.items() if id(p) in block]
     return found
+
+
+def _path(part: _Part, name: str, state: str | None) -> tuple[str, ...]:
+    """Keys under which a part of a parameter lies, or of one of its optimizer's states."""
+    if state is None:
+        return "model", _joined(part.place, name)
+    return "optimizer", _joined(part.place, str(part.number)), state
 
 
 def _joined(place: str, name: str) -> str:

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,8 @@ GPT = (
     "model.hidden=32",
     "model.heads=8",
     "model.ffn=32",
-    "model.vocab=257", "data=text",
+    "model.vocab=257",
+    "data=text",
     "model.sequence=8",
     "batch.micro=2",
     "batch.accumulation=2",
@@ -53,7 +56,8 @@ LLAMA = (
     "model.heads=16",
     "model.kv_heads=8",
     "model.ffn=32",
-    "model.vocab=257", "data=text",
+    "model.vocab=257",
+    "data=text",
     "model.sequence=8",
     "batch.micro=2",
     "batch.accumulation=2",
@@ -252,19 +256,22 @@ def moved(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     plain: dict[tuple[Any, ...], Trained] = {}
     for name, (keys, answers, steps) in MOVES.items():
-        print(name, flush=True)
         if (keys, steps) not in plain:
             plain[keys, steps] = train(keys, folder, steps=steps)
         want, got = plain[keys, steps], train(keys, folder, answers, steps=steps)
         found[name] = {
             "case": ((*SMALL, *keys), answers, steps),
-            "gradients": max(error(one, other) for one, other in zip(got.gradients, want.gradients, strict=True)),
+            "gradients": max(
+                error(one, other) for one, other in zip(got.gradients, want.gradients, strict=True)
+            ),
             "parameters": error(got.parameters, want.parameters),
             "losses": max(abs(one / other - 1) for one, other in zip(got.losses, want.losses, strict=True)),
             "validation": abs(got.validation / want.validation - 1),
             "same_rows": plain_rows(got.rows) == plain_rows(want.rows),
             "rows": [row for row in got.rows if row.stream in ("lend", "return", "balance")],
-            "decisions": [(d.iteration, d.event, d.action) for d in got.decisions if "GroupMeasured" in d.event],
+            "decisions": [
+                (d.iteration, d.event, d.action) for d in got.decisions if "GroupMeasured" in d.event
+            ],
             "told": got.told,
             "learned": want.losses[0] - want.losses[-1],
         }
@@ -294,13 +301,19 @@ def masks(trainer: Trainer) -> dict[str, Tensor]:
         return part.laid.wholes(local)
 
 
+def _look(trainer: Trainer, got: dict[str, Any], apply: Any, rate: float, scale: float) -> Any:
+    """Before the optimizer's step."""
+    got |= {n: g.clone() for n, g in trainer.engine.full_gradients().items()}
+    got["masks"] = masks(trainer)
+    return apply(rate, scale)
+
+
 def pruned(folder: Path) -> dict[str, Any]:
     """Gradients of pruned steps against those of a whole model whose weights are masked, in one process."""
     from twinbed.runtime.stack import build_model
 
     found: dict[str, Any] = {}
     for name, (keys, balance, actions) in PRUNING.items():
-        print(name, flush=True)
         kept: list[list[tuple[int, ...] | None]] = []
         trainer, _ = new_trainer(
             (*keys, *TENSOR, "balance.refresh=2", "train.gradient_clipping=0"), folder, {}, balance
@@ -311,18 +324,12 @@ def pruned(folder: Path) -> dict[str, Any]:
         worst, shares = 0.0, []
         for step in range(5):
             whole.load_state_dict(trainer.engine.full_parameters())
-            got: dict[str, Tensor] = {}
+            got: dict[str, Any] = {}
             apply = trainer._apply
-
-            def look(rate: float, scale: float, got: dict[str, Tensor] = got, apply: Any = apply) -> Any:
-                got |= {n: g.clone() for n, g in trainer.engine.full_gradients().items()}
-                got["masks"] = masks(trainer)  # type: ignore[assignment]
-                return apply(rate, scale)
-
-            trainer._apply = look  # type: ignore[method-assign]
+            trainer._apply = partial(_look, trainer, got, apply)  # type: ignore[method-assign]
             loss = trainer.step(step).loss
             trainer._apply = apply  # type: ignore[method-assign]
-            mask: dict[str, Tensor] = got.pop("masks")  # type: ignore[assignment]
+            mask: dict[str, Tensor] = got.pop("masks")
             kept.append([product.kept for product in balanced.products()])
             masked = {n: p * mask.get(n, 1) for n, p in whole.named_parameters()}
             losses = []
@@ -335,8 +342,13 @@ def pruned(folder: Path) -> dict[str, Any]:
             want = dict(zip(names, gradients, strict=True))
             worst = max(worst, error({n: got[n] for n in want}, want), abs(loss / float(total) - 1))
             shares.append(min(float(m.mean()) for m in mask.values()))
-        unlike = [one != other for one, other in zip(kept, kept[1:], strict=False)]
-        found[name] = {"worst": worst, "least": min(shares), "changed": unlike, "validation": validation(trainer)}
+        unlike = [one != other for one, other in pairwise(kept)]
+        found[name] = {
+            "worst": worst,
+            "least": min(shares),
+            "changed": unlike,
+            "validation": validation(trainer),
+        }
         trainer.close()
     return found
 
@@ -373,7 +385,10 @@ def frozen(folder: Path) -> dict[str, Any]:
         trainer.step(0)  # momentum for all columns
         balanced.assignment = Assignment(balanced.work, (Prune(0, 0.5), move(0, 1, A, 1), move(0, 2, F, 3)))
         parameters = trainer.engine.named_parameters()
-        before = {n: (p.detach().clone(), trainer.optimizer.state[p]["exp_avg"].clone()) for n, p in parameters.items()}
+        before = {
+            n: (p.detach().clone(), trainer.optimizer.state[p]["exp_avg"].clone())
+            for n, p in parameters.items()
+        }
         trainer.step(1)
         left, taken = [], []
         for product in balanced.products():

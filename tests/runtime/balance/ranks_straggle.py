@@ -32,7 +32,13 @@ KEYS = (
     "comm=ddp",
     "steps=8",
 )
-TENSOR = ("parallel.tensor=2", "balance=semi", "balance.period=1", "balance.pretest=false", "balance.selection=random")
+TENSOR = (
+    "parallel.tensor=2",
+    "balance=semi",
+    "balance.period=1",
+    "balance.pretest=false",
+    "balance.selection=random",
+)
 SMALL = ("model.hidden=64", "model.heads=8", "model.ffn=128")
 BIG = ("model.hidden=256", "model.heads=8", "model.ffn=1024", "model.sequence=64", "batch.micro=4")
 SLEPT = ("cluster.emulated_flops_per_s=2e9",)
@@ -59,7 +65,12 @@ def ratios(context: WorkerContext, keys: tuple[str, ...], answers: dict[int, Any
         trainer.step(step)
     trainer.close()
     return [
-        (told.attention_ns[1] / told.attention_ns[0], told.ffn_ns[1] / told.ffn_ns[0], told.attention_ns, told.ffn_ns)
+        (
+            told.attention_ns[1] / told.attention_ns[0],
+            told.ffn_ns[1] / told.ffn_ns[0],
+            told.attention_ns,
+            told.ffn_ns,
+        )
         for told in policy.told
     ]
 
@@ -71,7 +82,9 @@ def straggling(context: WorkerContext) -> dict[str, Any]:
         for how, keys in (("sleep", BIG), ("device", (*SMALL, *SLEPT)), ("repeat", BIG))
     }
     found["repeat, slept"] = ratios(context, (*SMALL, *SLEPT, *slow, "cluster.slowdown_by=repeat"))
-    found["2.5 times"] = ratios(context, (*BIG, "cluster.slowdown=[{rank:1,factor:2.5}]", "cluster.slowdown_by=repeat"))
+    found["2.5 times"] = ratios(
+        context, (*BIG, "cluster.slowdown=[{rank:1,factor:2.5}]", "cluster.slowdown_by=repeat")
+    )
     # what is left out or lent is not slept for
     found["pruned"] = ratios(
         context, (*SMALL, *SLEPT, "cluster.slowdown={1:3}"), {2: (Prune(1, 0.5),), 4: (), 6: _lends()}

@@ -1,4 +1,4 @@
-"""Units of slow ranks that others compute: exactly what plain tensor parallelism computes, and the rows that it adds."""
+"""Units of slow ranks that others compute: what plain tensor parallelism computes, and the rows that it adds."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -58,7 +58,9 @@ def check_rows(
     chunks = experiment.parallel.virtual_stages
     each = layers // chunks
     here = [
-        (chunk * experiment.parallel.pipeline + stage) * each + i for chunk in range(chunks) for i in range(each)
+        (chunk * experiment.parallel.pipeline + stage) * each + i
+        for chunk in range(chunks)
+        for i in range(each)
     ]
     assert stages * each == experiment.model.layers
     expected: Counter[tuple[Any, ...]] = Counter()
@@ -73,11 +75,25 @@ def check_rows(
                 unit = work.unit_bytes(half)
                 sent = {"lend": sum(parts) if me == src else 0, "return": 0 if me == src else parts[me]}
                 for block in here:
-                    for stream, phase, op in (("lend", "forward", "scatter"), ("return", "backward", "gather")):
+                    for stream, phase, op in (
+                        ("lend", "forward", "scatter"),
+                        ("return", "backward", "gather"),
+                    ):
                         size = (sum(parts) * unit, sent[stream] * unit, 0)
                         label = f"block.{block}.{half.value}"
                         expected[step, phase, stream, op, label, "tensor", work.ranks, *size] += passes
-        expected[step, "step", "balance", "all_gather", "", "tensor", work.ranks, 24 * work.ranks, 24 * (work.ranks - 1), 0] += 1
+        expected[
+            step,
+            "step",
+            "balance",
+            "all_gather",
+            "",
+            "tensor",
+            work.ranks,
+            24 * work.ranks,
+            24 * (work.ranks - 1),
+            0,
+        ] += 1
     seen = Counter(
         (
             row.iteration,
@@ -107,10 +123,8 @@ def check_events(
     assert [event.step for event in measured] == list(range(1, steps + 1)), where
     for event in measured:
         assert all(time_ns > 0 for time_ns in event.ffn_ns), where
-        assert all(0 < free for free in event.free_bytes), where
-    idle = [
-        all(event.attention_ns[rank] > 0 for event in measured) for rank in range(work.ranks)
-    ]
+        assert all(free > 0 for free in event.free_bytes), where
+    idle = [all(event.attention_ns[rank] > 0 for event in measured) for rank in range(work.ranks)]
     assert all(idle), where
     logged = {iteration: action for iteration, _, action in case["decisions"]}
     for since, actions in answers.items():

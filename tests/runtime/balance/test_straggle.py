@@ -29,9 +29,9 @@ def test_slow_ranks_take_about_the_factor(launch: Launch) -> None:
     found = launch("ranks_straggle", "straggling,units", 2, timeout_s=300.0)
     told = found[0]["straggling"]
     for how in ("sleep", "device", "repeat", "repeat, slept"):
-        before, slow, after = (middle(told[how], steps) for steps in (range(1, 2), range(2, 6), range(6, 8)))
-        assert slow / before == pytest.approx(3, rel=WIDE), (how, told[how])
-        assert slow / after == pytest.approx(3, rel=WIDE), (how, told[how])
+        slow, else_ = (middle(told[how], steps) for steps in (range(2, 6), (1, 6, 7)))
+        assert slow == pytest.approx(3, rel=WIDE), (how, told[how])
+        assert slow > 1.4 * else_, (how, told[how])
     assert middle(told["2.5 times"], range(1, 8)) == pytest.approx(2.5, rel=WIDE)
 
     pruned = told["pruned"]
