@@ -50,6 +50,8 @@ class Run:
             and up to 64 of them every message.
     """
 
+    apart = False  # whether every rank does what it does by itself, even where collectives are single flows
+
     def __init__(
         self,
         experiment: ExperimentConf,
@@ -80,9 +82,6 @@ class Run:
         self.engine = make_engine(Setup(experiment, spec, policy, Costs(experiment, spec, policy)))
         self.mesh = self.engine.mesh
         self.ledger = Ledger(self.mesh)
-        self.apart = (
-            False  # whether every rank does what it does by itself, even where collectives are single flows
-        )
         self.decided: list[list[tuple[str, str]]] = []  # for each segment
         self.befores: list[State] = []  # with what each segment begins
         self.segments = self._segments()
@@ -217,7 +216,7 @@ class Run:
         if most * steps * self.mesh.num_ranks <= MAX_LEDGER_ROWS:
             return  # whatever classes there are
         ranks: Iterable[int] = range(self.mesh.num_ranks)
-        if self.folded:
+        if self.folded and not self.apart:
             ranks = [each.rank for each in rank_classes(self.mesh, [programs])]
         rows = sum(self.ledger.num_rows(rank, segment.program(rank)) for rank in ranks)
         if rows * steps > MAX_LEDGER_ROWS:

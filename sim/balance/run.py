@@ -38,6 +38,8 @@ class BalancedRun(Run):
         ValueError: If units cannot move as the experiment says.
     """
 
+    apart = True
+
     def __init__(
         self,
         experiment: ExperimentConf,
@@ -50,17 +52,13 @@ class BalancedRun(Run):
         decisions: Sequence[Decision] | None = None,
     ) -> None:
         conf = experiment.balance
-        if conf.moves and conf.way is not Way.paired:
-            raise ValueError(
-                f"balance.way={conf.way.value} with balance={conf.name}: is not simulated; use balance.way=paired"
-            )
+        check_way(experiment)
         work = balanced_work(experiment, spec, layout_of(experiment, spec))
         assert work is not None, "tensor ranks are balanced"
         self._work: BlockWork = work
         self._make_policy: MakePolicy = make_policy or (lambda work: build_balance(conf, work))
         self._given = decisions
         super().__init__(experiment, spec, policy, fold, make_engine)
-        self.apart = True
         self.balance: dict[str, Any] = {}
         self._even_decided = self.decided
         self._simulated = False
@@ -142,6 +140,19 @@ class BalancedRun(Run):
             ranks = self._work.ranks
             found += [Transfer("send", TENSOR, ranks, 0, 0, peer=shift) for shift in range(1, ranks)]
         return found
+
+
+def check_way(experiment: ExperimentConf) -> None:
+    """Refuse a way of work that is not simulated.
+
+    Raises:
+        ValueError: Naming the key, its value and what would be legal.
+    """
+    conf = experiment.balance
+    if conf.moves and conf.way is not Way.paired:
+        raise ValueError(
+            f"balance.way={conf.way.value} with balance={conf.name}: is not simulated; use balance.way=paired"
+        )
 
 
 class _Programs(Mapping[int, Program]):

@@ -5,6 +5,7 @@ around tensor groups.
 import json
 import time
 from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
 
@@ -19,6 +20,7 @@ from twinbed.conf.schema import (
     OptimizerConf,
     Selection,
     SlowdownBy,
+    Target,
     TrainConf,
     Way,
 )
@@ -32,7 +34,8 @@ from twinbed.policies.balance import (
     describe_balance_actions,
     parse_balance_event,
 )
-from twinbed.sim.simulate import simulate
+from twinbed.policies.comm import build_comm
+from twinbed.sim.simulate import check_plans, simulate
 
 DEVICE = DeviceConf(flop_per_s=1e12, memory_Bps=1e11, launch_ns=1_000)
 LAYOUTS = {
@@ -142,8 +145,9 @@ def test_movements_and_pruning_in_every_layout(make, spec_of, scripted, layout, 
         assert times[0] == pytest.approx(times[1], rel=0.01)
 
 
-def test_a_policy_is_told_what_the_products_of_each_rank_took(make, spec_of, scripted):
-    """flop / rate, times the factor, mean over the period."""
+@pytest.mark.parametrize("cores", [0, 4])
+def test_a_policy_is_told_what_the_products_of_each_rank_took(make, spec_of, scripted, cores):
+    """flop / rate, times the factor, mean over the period; who sleeps needs no core."""
     spec = spec_of()
     rate = 1e9
     experiment = make(
@@ -151,6 +155,7 @@ def test_a_policy_is_told_what_the_products_of_each_rank_took(make, spec_of, scr
         cluster_emulated_flops_per_s=rate,
         cluster_slowdown=[{"rank": 2, "factor": 3.0, "from_step": 1, "until_step": 3}],
         cluster_slowdown_by=SlowdownBy.sleep,
+        cluster_host=HostConf(cores=cores),
         balance_period=2,
         accumulation=2,
         steps=4,
@@ -407,8 +412,11 @@ def test_a_resizing_policy_moves_nothing(make, spec_of, scripted):
 
 @pytest.mark.parametrize("way", [Way.broadcast, Way.scatter])
 def test_ways_that_are_not_there_are_refused(make, spec_of, way):
-    with pytest.raises(ValueError, match=f"balance.way={way.value} with balance=migrate"):
-        simulate(make(4, balance_way=way), spec=spec_of())
+    experiment = make(4, balance_way=way, target=Target.both)
+    policy, _ = build_comm(experiment.comm, num_ranks=1, ranks_per_node=1)
+    for refuses in (simulate, partial(check_plans, policy=policy)):  # the latter before any rank starts
+        with pytest.raises(ValueError, match=f"balance.way={way.value} with balance=migrate"):
+            refuses(experiment, spec=spec_of())
 
 
 def test_a_helper_that_dies_while_it_is_lent_units_is_named(make, spec_of, scripted):
