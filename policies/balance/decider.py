@@ -13,10 +13,11 @@ from .speeds import Speeds, SpeedTracker, kept_share
 from .split import room_for_units
 from .work import BlockWork
 
-# A change must promise more than the slack while nothing but one measurement is known, so that what has just become
-# slow is answered; then more than a third of it, and more than what so many standard errors could feign.
-SURE_ERRORS = 5.0
-SURE_SHARE = 1 / 3
+# What is in force stays until a change promises more than a third of the slack where a rank has become a straggler since
+# (it would not be one by chance), more than the slack where a speed has just changed, and else also more than so many
+# standard errors could feign.
+LEAST_SHARE = 1 / 3
+SURE_ERRORS = 6.0
 
 Room = Mapping[Half, tuple[int, ...]]
 
@@ -37,6 +38,7 @@ class Decider(ABC):
         self._changes: ChangesMeasured | None = None
         self._in_force = Assignment(work)
         self._ratios: dict[int, float] = {}  # in force, mean over a rank's products
+        self._answered: frozenset[int] = frozenset()  # stragglers when that was decided
         self._speedup = 1.0
 
     @property
@@ -82,6 +84,7 @@ class Decider(ABC):
             self._speedup = even_ns / now_ns
             return None
         self._in_force, self._ratios, self._speedup = wanted, ratios, even_ns / wanted_ns
+        self._answered = frozenset(speeds.stragglers)
         return wanted.actions
 
     # ---- whether to change
@@ -95,11 +98,16 @@ class Decider(ABC):
 
     def _pays(self, now_ns: float, wanted_ns: float, wanted: Assignment, speeds: Speeds) -> bool:
         """Whether time, or columns of a rank that prunes more than it would have to, are gained by enough."""
-        slack = self._conf.slack
-        bound = 1 + (slack if speeds.fresh else max(SURE_SHARE * slack, SURE_ERRORS * speeds.error))
+        least = LEAST_SHARE * self._conf.slack
+        if not set(speeds.stragglers) <= self._answered:
+            bound = 1 + least
+        elif speeds.fresh:
+            bound = 1 + self._conf.slack
+        else:
+            bound = 1 + max(least, SURE_ERRORS * speeds.error)
         if now_ns > bound * wanted_ns:
             return True
-        if wanted_ns > now_ns * (1 + SURE_SHARE * slack):
+        if wanted_ns > (1 + least) * now_ns:
             return False
         return any(
             kept_share(wanted, half, rank) > bound * kept_share(self._in_force, half, rank)

@@ -22,14 +22,16 @@ PRIOR_NOISE = 0.1  # of one measurement, before there is any to tell
 PRIOR_WEIGHT = 4.0  # in measurements of one rank
 FORGET = 0.9  # a period's share in the estimate of noise, once the next is there
 LEAST_NOISE = 0.02
-# Means of so many last measurements are compared with those before; so many standard deviations are a change. With
-# nothing but noise the first sees one in a hundred ranks in 200 periods. The others see about one a rank, which costs
-# no more than a shorter average.
-CHANGES = ((1, 4.0), (2, 3.0), (4, 3.0))
+# Means of so many last measurements are compared with those before; so many standard deviations are a change. One alone
+# must be far beyond noise; the second that shows a change is enough for all others. What noise alone makes of the
+# latter costs no more than a shorter average.
+CHANGES = ((1, 5.5), (2, 3.0), (4, 3.0))
 # Beyond the slack, for a rank to be taken for a straggler: after one measurement, which has just made a stir, and after
 # several.
-ENTER_DEVIATIONS = (3.0, 2.0)
+ENTER_DEVIATIONS = (3.0, 2.5)
+LOWEST_DEVIATIONS = 4.0  # the same against one rank alone, which is the lowest of several noisy numbers
 LEAVE_DEVIATIONS = 1.0  # beyond half of the slack, for a straggler to stay one
+SETTLED_DEVIATIONS = 1.5  # beyond which a second measurement after a change replaces the first
 CLIP = 2.0  # deviations beyond it count as it in the estimate of noise, so that a change is no noise
 CLIPPED_VARIANCE = 0.92  # of a normal variable of variance 1, cut off there
 
@@ -160,7 +162,7 @@ class SpeedTracker:
         noise = self._noise * self._relative
         self._learn_noise(unlike, _counts(self._rows))
         for rank in self._unsettled - changed.keys():
-            if abs(unlike[rank]) > noise * math.sqrt(2):
+            if abs(unlike[rank]) > SETTLED_DEVIATIONS * math.sqrt(2) * noise:
                 changed[rank] = 1
         unsettled = {rank for rank, last in changed.items() if last == 1 and rank not in self._unsettled}
         self._rows = _without(rows, changed)[-WINDOW:]
@@ -210,7 +212,10 @@ class SpeedTracker:
             if rank in self._stragglers:
                 bound = self._slack / 2 + LEAVE_DEVIATIONS * error
             else:
-                bound = self._slack + ENTER_DEVIATIONS[counts[rank] > 1] * error
+                deviations = ENTER_DEVIATIONS[counts[rank] > 1]
+                if len(group) == 1 and len(order) > 2:
+                    deviations = LOWEST_DEVIATIONS
+                bound = self._slack + deviations * error
             if pooled[rank] - mean <= bound:
                 group.append(rank)
         return sorted(group)
