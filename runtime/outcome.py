@@ -236,10 +236,10 @@ def _balance(reports: Sequence[RankReport]) -> dict[str, Any]:
                     {**period, "overhead_s": s} for period, s in zip(first.periods, took_s, strict=True)
                 ],
                 "overhead_s": sum(took_s),
-                "predicted_speedup": first.predicted_speedup,
             }
         )
-    return {"balance": {"groups": found}} if found else {}
+    policy = next((report.balance.policy for report in reports if report.balance is not None), "")
+    return {"balance": {"policy": policy, "groups": found}} if found else {}
 
 
 def replicas_of_model(experiment: ExperimentConf, num_ranks: int) -> int:

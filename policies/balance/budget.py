@@ -18,16 +18,16 @@ class AccuracyBudget:
     several ranks cost adds up.
     """
 
-    def __init__(self, points: Mapping[str, float], budget: float | None, max_ratio: float) -> None:
-        known = sorted((float(ratio), cost) for ratio, cost in points.items())
-        self._ratios = [0.0, *(ratio for ratio, _ in known)]
-        self._points = [0.0, *(cost for _, cost in known)]
+    def __init__(self, points: Sequence[tuple[float, float]], budget: float | None, max_ratio: float) -> None:
+        """`points`: (ratio, what it costs), in the order of ratios."""
+        self._ratios = [0.0, *(ratio for ratio, _ in points)]
+        self._points = [0.0, *(cost for _, cost in points)]
         self._budget = math.inf if budget is None else budget
         self._max_ratio = max_ratio
 
     @classmethod
     def of(cls, conf: BalanceConf) -> Self:
-        return cls(conf.loss_points, conf.accuracy_budget, conf.max_ratio)
+        return cls(conf.points, conf.accuracy_budget, conf.max_ratio)
 
     def points(self, ratio: float) -> float:
         """That pruning one rank by `ratio` throughout costs."""

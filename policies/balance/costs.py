@@ -104,9 +104,7 @@ def predicted_ns(
     work = assignment.work
     times = {}
     for half in Half:
-        pruned = [
-            time_ns * kept_share(assignment, half, rank) for rank, time_ns in enumerate(unit_ns[half])
-        ]
+        pruned = [time_ns * kept_share(assignment, half, rank) for rank, time_ns in enumerate(unit_ns[half])]
         times[half] = half_times(
             work, half, pruned, lending_of(assignment, half), movement.get(half, MovementCost())
         )

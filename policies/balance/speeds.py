@@ -77,7 +77,9 @@ class SpeedTracker:
         self._slack = math.log1p(slack)
         self._rows: list[Logs] = []  # what befell all ranks taken off; NaN where a rank has changed since
         self._common = 0.0  # what was taken off the last
-        self._unsettled: frozenset[int] = frozenset()  # whose last measurement may hold steps from before a change
+        self._unsettled: frozenset[int] = (
+            frozenset()
+        )  # whose last measurement may hold steps from before a change
         self._stragglers: frozenset[int] = frozenset()
         self._squares, self._weight = PRIOR_WEIGHT * PRIOR_NOISE**2, PRIOR_WEIGHT
 

@@ -45,17 +45,17 @@ class BalanceReport:
 
     Attributes:
         ranks: Of the tensor group.
-        periods: Steps that were done, times and free memory of all ranks, and what is in force from then on.
+        periods: Steps that were done, times and free memory of all ranks, what is in force from then on, and what the policy
+            predicts of it (None: it does not say).
         gather_s, decide_s: Of each period: until all had told their times, which is mostly a wait for the slowest; and
             what deciding took.
-        predicted_speedup: As the policy sees it; None: it does not say.
     """
 
     ranks: tuple[int, ...]
+    policy: str
     periods: list[dict[str, Any]] = field(default_factory=list)
     gather_s: list[float] = field(default_factory=list)
     decide_s: list[float] = field(default_factory=list)
-    predicted_speedup: float | None = None
 
 
 class Balancer:
@@ -85,7 +85,7 @@ class Balancer:
         self._group, self._ledger, self._collectives = groups[TENSOR], ledger, collectives
         self._first_step: int | None = None
         self._since = 0  # steps since the last measurement
-        self.report = BalanceReport(self._group.ranks)
+        self.report = BalanceReport(self._group.ranks, policy.name)
 
     @property
     def assignment(self) -> Assignment:
@@ -167,9 +167,9 @@ class Balancer:
                 "ffn_ns": list(event.ffn_ns),
                 "free_bytes": list(event.free_bytes),
                 "actions": describe_balance_actions(self.assignment.actions),
+                "predicted_speedup": getattr(self._policy, "predicted_speedup", None),
             }
         )
-        self.report.predicted_speedup = getattr(self._policy, "predicted_speedup", None)
 
     def _of_all(self, own: Tensor, layer: str) -> Tensor:
         """[ranks, numbers]."""

@@ -182,7 +182,6 @@ class Balancer:
         free = tuple(self._free(group, place) for place in range(len(group.ranks)))
         event = self._decide(group, number, GroupMeasured(done, attention_ns, ffn_ns, free))
         assert isinstance(event, GroupMeasured)
-        _, action = group.decided[number][-1]
         speedup = getattr(group.policy, "predicted_speedup", None)
         group.periods.append(
             {
@@ -190,7 +189,7 @@ class Balancer:
                 "attention_ns": list(event.attention_ns),
                 "ffn_ns": list(event.ffn_ns),
                 "free_bytes": list(event.free_bytes),
-                "actions": action,
+                "actions": describe_balance_actions(group.now.actions),
                 "predicted_speedup": speedup,
             }
         )
@@ -231,9 +230,8 @@ class Balancer:
         return self._groups[0].decided.get(number, [])
 
     def plain(self) -> dict[str, Any]:
-        """As `result["balance"]` has it: the first group, and in `groups` all others."""
-        first, *others = self._groups
-        found: dict[str, Any] = {"policy": first.policy.name, "periods": first.periods}
-        if others:
-            found["groups"] = [{"ranks": list(group.ranks), "periods": group.periods} for group in others]
-        return found
+        """As `result["balance"]` has it."""
+        return {
+            "policy": self._groups[0].policy.name,
+            "groups": [{"ranks": list(group.ranks), "periods": group.periods} for group in self._groups],
+        }

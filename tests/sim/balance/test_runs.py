@@ -301,7 +301,7 @@ def test_memory_that_is_lent_is_not_free(make, spec_of, scripted):
     spec = spec_of()
     experiment = make(4, cluster_device=DeviceConf(memory_bytes=1e9))
     _, factory = scripted({1: (Migrate(0, 3, Half.ffn, 5),)})
-    periods = simulate(experiment, spec=spec, make_balance=factory).result["balance"]["periods"]
+    periods = simulate(experiment, spec=spec, make_balance=factory).result["balance"]["groups"][0]["periods"]
     before, after = periods[0]["free_bytes"], periods[1]["free_bytes"]
     assert [a - b for a, b in zip(before, after, strict=True)] == [0, 0, 0, 2 * 5 * (64 * 2 + 1) * 4]
 
@@ -321,7 +321,7 @@ def test_every_guess_has_policies_of_its_own(make, spec_of, scripted):
     record = simulate(experiment, spec=spec_of(), make_balance=factory)
     assert len(made) == 3
     # the record is the nominal one's
-    periods = record.result["balance"]["periods"]
+    periods = record.result["balance"]["groups"][0]["periods"]
     assert [tuple(p["ffn_ns"]) for p in periods] == [
         e.ffn_ns for e in made[0].events if isinstance(e, GroupMeasured)
     ]

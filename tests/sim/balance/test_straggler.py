@@ -53,7 +53,7 @@ def test_lending_reaches_the_integral_ceiling(proportional, ceiling, model, chi)
         return proportional(work)
 
     slow = (f"cluster.slowdown={{0: {chi}}}", "cluster.slowdown_by=repeat")
-    periods = simulated(model, *slow, make_balance=factory).result["balance"]["periods"]
+    periods = simulated(model, *slow, make_balance=factory).result["balance"]["groups"][0]["periods"]
     before, after = (products_ns(period) for period in periods)
     even = {half: min(periods[0][f"{half.value}_ns"]) for half in Half}  # of a rank at full speed
     for half in Half:  # without balance all wait chi times as long
@@ -137,7 +137,7 @@ def test_a_mixed_group_is_levelled_by_its_measured_times():
             return tuple(Migrate(4 + i, i, Half.ffn, lent) for i in range(4))
 
     record = simulated("vit_1b", cluster="mixed_group", network=(), make_balance=Level)
-    before, after = record.result["balance"]["periods"]
+    before, after = record.result["balance"]["groups"][0]["periods"]
     spread = [max(p["ffn_ns"]) / min(p["ffn_ns"]) for p in (before, after)]
     assert spread[0] > 1.1 > spread[1]
     assert max(after["ffn_ns"]) < max(before["ffn_ns"])
