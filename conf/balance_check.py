@@ -4,7 +4,7 @@ from dataclasses import fields
 from enum import Enum
 
 from .model_spec import ModelSpec
-from .schema import BalanceConf, Engine, ExperimentConf, Recompute
+from .schema import Backend, BalanceConf, Engine, ExperimentConf, Recompute, Target
 
 
 def check_balance(experiment: ExperimentConf, spec: ModelSpec) -> list[str]:
@@ -70,6 +70,22 @@ def _refuse_batch(experiment: ExperimentConf, which: str) -> None:
         raise ValueError(
             f"batch.micro=1 with {which}: must be > 1, for sequences of micro-batches move between replicas"
         )
+    parallel = experiment.parallel
+    if parallel.tensor > 1 and parallel.tensor_mode != "1d":
+        raise ValueError(
+            f"parallel.tensor_mode={parallel.tensor_mode} with {which}: must be 1d; the others cut micro-batches, whose "
+            "sizes would have to be divisible"
+        )
+    if experiment.offload.active:
+        raise ValueError(
+            f"offload={experiment.offload.name} with {which}: must be none; what lies near would have to follow the "
+            "sizes of micro-batches"
+        )
+    if experiment.cluster.backend is Backend.nccl and experiment.target is not Target.sim:
+        raise ValueError(
+            f"cluster.backend=nccl with {which} and target={experiment.target.value}: must be gloo, or target=sim; what "
+            "a GPU computes between collectives is not measured"
+        )
 
 
 def _refuse_layers(experiment: ExperimentConf, which: str) -> None:
@@ -81,6 +97,10 @@ def _refuse_layers(experiment: ExperimentConf, which: str) -> None:
         )
     if parallel.virtual_stages > 1:
         raise ValueError(f"parallel.virtual_stages={parallel.virtual_stages} with {which}: must be 1")
+    if parallel.stage_layers is not None:
+        raise ValueError(
+            f"parallel.stage_layers={list(parallel.stage_layers)} with {which}: must be null, for the policy answers it"
+        )
 
 
 def _heads(experiment: ExperimentConf, spec: ModelSpec) -> list[str]:

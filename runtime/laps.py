@@ -97,15 +97,21 @@ class Pace:
 
     The real mathematics is done within that time; what is left of it is slept away. If the CPU is slower than
     the pace, its own time stands.
+
+    Args:
+        sequence_ns: Forward, of one of the sequences that go in together.
+        recompute: Backward repeats forward first.
     """
 
-    def __init__(self, forward_ns: int, *, recompute: bool) -> None:
-        self.forward_ns = forward_ns
-        self.backward_ns = (3 if recompute else 2) * forward_ns
+    def __init__(self, sequence_ns: float, *, recompute: bool) -> None:
+        self._sequence_ns = sequence_ns
+        self._times_backward = 3 if recompute else 2
+        self.forward_ns = 0
         self._forward_ends_ns = self._backward_ends_ns = 0
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """At the unit's input."""
+        """At the unit's input, [sequences, ...]."""
+        self.forward_ns = round(len(x) * self._sequence_ns)
         entered: torch.Tensor = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
         return entered
 
@@ -121,7 +127,7 @@ class Pace:
         sleep_until(self._forward_ends_ns)
 
     def backward_begins(self) -> None:
-        self._backward_ends_ns = time.monotonic_ns() + self.backward_ns
+        self._backward_ends_ns = time.monotonic_ns() + self._times_backward * self.forward_ns
 
     def backward_ends(self) -> None:
         sleep_until(self._backward_ends_ns)

@@ -14,6 +14,12 @@ from types import TracebackType
 from typing import Any, Final, cast
 
 from ..analysis.record import Decision, LedgerRow, Span
+from ..policies.balance import (
+    BalanceAction,
+    BalanceEvent,
+    describe_balance_actions,
+    describe_balance_event,
+)
 from ..policies.comm import CommEvent, describe_action, describe_event
 from ..policies.layout import LayerRuns, describe_layer_event
 from ..policies.mesh import HPZ, LOCAL, NODE, OF_REPLICAS, PIPELINE, REPLICAS, WORLD, Mesh
@@ -36,8 +42,8 @@ EVICT_STREAM: Final = "evict"
 COMMIT_STREAM: Final = "commit"  # copies of what stays near, for a generation that a crash leaves
 BESIDE: Final = (FETCH_STREAM, EVICT_STREAM, COMMIT_STREAM)
 
-_Event = CommEvent | OffloadEvent | LayerRuns
-_Answer = Plan | tuple[OffloadAction, ...] | None
+_Event = CommEvent | OffloadEvent | LayerRuns | BalanceEvent
+_Answer = Plan | tuple[OffloadAction, ...] | tuple[BalanceAction, ...] | None
 
 _open = threading.local()  # .ledger: the one in which this thread's collective is a row
 
@@ -205,6 +211,10 @@ class Ledger:
         """The offload policy was asked, and answered."""
         self._decided.append((self.labels.iteration, event, actions))
 
+    def decided_balance(self, event: BalanceEvent, actions: tuple[BalanceAction, ...] | None) -> None:
+        """A balancing policy was told, and answered; None: what is in force stays."""
+        self._decided.append((self.labels.iteration, event, actions))
+
     def moved(self, stream: str, name: str, start_ns: int, end_ns: int, nbytes: int) -> None:
         """Bytes went between near and far memory, beside what this thread does."""
         self._spans.append((self.rank, stream, name, start_ns, end_ns, nbytes))
@@ -218,6 +228,14 @@ class Ledger:
     def spans(self) -> list[Span]:
         """All spans so far, in the order in which they ended."""
         return [Span(*span) for span in self._spans]
+
+    @property
+    def num_spans(self) -> int:
+        return len(self._spans)
+
+    def spans_from(self, first: int) -> list[Span]:
+        """All but the first so many of `spans`."""
+        return [Span(*span) for span in self._spans[first:]]
 
     @property
     def decisions(self) -> list[Decision]:
@@ -248,11 +266,16 @@ def _named(mesh: Mesh) -> tuple[str, ...]:
 
 
 def _describe(event: _Event, answer: _Answer) -> tuple[str, str]:
+    if isinstance(event, BalanceEvent):
+        balance = cast(tuple[BalanceAction, ...] | None, answer)
+        return describe_balance_event(event), describe_balance_actions(balance)
     if isinstance(answer, tuple):
-        return describe_offload_event(cast(OffloadEvent, event)), describe_offload_actions(answer)
+        return describe_offload_event(cast(OffloadEvent, event)), describe_offload_actions(
+            cast(tuple[OffloadAction, ...], answer)
+        )
     if isinstance(event, LayerRuns):
-        return describe_layer_event(event), describe_action(answer)
-    return describe_event(cast(CommEvent, event)), describe_action(answer)
+        return describe_layer_event(event), describe_action(cast(Plan | None, answer))
+    return describe_event(cast(CommEvent, event)), describe_action(cast(Plan | None, answer))
 
 
 class Collecting:

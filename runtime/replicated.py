@@ -109,6 +109,9 @@ class ReplicatedEngine:
     def evaluate(self, batches: MicroBatches) -> Tensor:
         return evaluate_in_turn(self._model, batches, partial(num_right, self._model))
 
+    def take_sequences(self, count: int) -> None:
+        """Nothing here is of the size of a micro-batch."""
+
     def begin_micro_batch(self, index: int, count: int) -> None:
         self._micro_batch, self._num_micro_batches = index, count
         if index == 0:

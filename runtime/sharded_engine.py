@@ -96,6 +96,9 @@ class ShardedEngine:
     def evaluate(self, batches: MicroBatches) -> torch.Tensor:
         return evaluate_in_turn(self._model, batches, partial(num_right, self._model))
 
+    def take_sequences(self, count: int) -> None:
+        """Nothing here is of the size of a micro-batch."""
+
     def begin_micro_batch(self, index: int, count: int) -> None:
         self._hooks.begin_micro_batch(index, count)
 

@@ -106,17 +106,18 @@ class Stack(nn.Module, ABC):
             border = f"block.{i}"
         return boundary(x_BTD, self.clock, forward=f"forward/{border}", backward="backward/root")
 
-    def emulate(self, flop_per_s: float, *, sequence: int, micro: int) -> None:
-        """Make every unit take the time that its matmuls take at this rate (backward: twice that).
+    def emulate(self, flop_per_s: float, *, sequence: int) -> None:
+        """Make every unit take the time that its matmuls take at this rate (backward: twice that), by how many
+        sequences it is given.
 
         All of the root's time is taken where its head is.
         """
-        block = sum(product.flop for product in block_matmuls(self.spec, sequence=sequence, micro=micro))
-        root = sum(product.flop for product in root_matmuls(self.spec, sequence=sequence, micro=micro))
-        self._pace = Pace(round(root / flop_per_s * 1e9), recompute=False)
+        block = sum(product.flop for product in block_matmuls(self.spec, sequence=sequence, micro=1))
+        root = sum(product.flop for product in root_matmuls(self.spec, sequence=sequence, micro=1))
+        self._pace = Pace(root / flop_per_s * 1e9, recompute=False)
         for each in self.stack():
             assert isinstance(each, PacedBlock)
-            each.pace = Pace(round(block / flop_per_s * 1e9), recompute=self.recompute)
+            each.pace = Pace(block / flop_per_s * 1e9, recompute=self.recompute)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

@@ -52,6 +52,10 @@ class CommEngine(Protocol):
         """
         ...
 
+    def take_sequences(self, count: int) -> None:
+        """From the next step on a micro-batch of this replica has so many sequences; in a validation as many as ever."""
+        ...
+
     def evaluate(self, batches: MicroBatches) -> torch.Tensor:
         """Forward without gradients. Summed over all ranks: [sum of the losses, answers told right], fp32."""
         ...

@@ -17,6 +17,7 @@ from .policy import (
     is_balance_event,
     parse_balance_event,
 )
+from .shares import ReplicasMeasured, ShareBlocks, ShareSequences, StagesMeasured, even_split
 from .work import BlockWork, Product, block_work
 
 __all__ = [
@@ -35,9 +36,14 @@ __all__ = [
     "MovementTimed",
     "Product",
     "Prune",
+    "ReplicasMeasured",
+    "ShareBlocks",
+    "ShareSequences",
+    "StagesMeasured",
     "block_work",
     "describe_balance_actions",
     "describe_balance_event",
+    "even_split",
     "is_balance_event",
     "kept_columns",
     "lend_plans",

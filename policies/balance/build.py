@@ -3,6 +3,8 @@
 from ...conf.model_spec import ModelSpec
 from ...conf.schema import BalanceConf, ExperimentConf
 from ..layout import ParallelLayout
+from .batch import BalanceBatch
+from .layers import BalanceLayers
 from .policy import BalancePolicy
 from .work import BlockWork, block_work
 
@@ -30,3 +32,16 @@ def build_balance(conf: BalanceConf, work: BlockWork) -> BalancePolicy:
         ValueError: If there is none of that name, or the user's own cannot be made.
     """
     raise NotImplementedError
+
+
+def build_shares(experiment: ExperimentConf, spec: ModelSpec) -> BalancePolicy | None:
+    """A new policy for all replicas of the model (balance=batch) or all stages (balance=layers); None: neither is
+    balanced.
+    """
+    conf, parallel = experiment.balance, experiment.parallel
+    if conf.name == "batch":
+        replicas = experiment.cluster.num_ranks // parallel.ranks_a_replica
+        return BalanceBatch(replicas=replicas, micro=experiment.batch.micro, slack=conf.slack)
+    if conf.name == "layers":
+        return BalanceLayers(stages=parallel.pipeline, layers=spec.layers, slack=conf.slack)
+    return None
