@@ -101,7 +101,7 @@ class SequenceShares:
             stream=MEASURE_STREAM,
             layer="",
         ):
-            dist.all_gather_into_tensor(found.view(-1), own, group=world.handle)
+            dist.all_gather_single(found.view(-1), own, group=world.handle)
         ranks = found.tolist()
         replicas: list[list[list[int]]] = [[] for _ in self.counts]
         for replica, measured in zip(self._replica_of, ranks, strict=True):
