@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from .busy import Busy, beside_collectives
 from .collectives import Collectives
@@ -60,6 +60,17 @@ class Timing:
         return Timing(self.start_ns + by_ns, self.end_ns + by_ns, [], [])
 
 
+class Observer(Protocol):
+    """Is told when a rank's share of a segment's local work is done; what comes after it may depend on that."""
+
+    def computed(self, rank: int, number: int, timing: Timing) -> None:
+        """Of segment `number`, before the rank's first collective on `stream`, or at the segment's end."""
+        ...
+
+    @property
+    def stream(self) -> str: ...
+
+
 class FailureError(Exception):
     """A rank or a link has failed, and others wait for it for ever. The message says who waits for whom."""
 
@@ -94,6 +105,7 @@ class Executor:
         classes: Whether each rank stands for a class. A run whose segments are all alike then ends as soon as the
             ranks begin a segment as far apart from each other as the one before.
         counts: How many ranks each stands for; None: for itself.
+        observer: None: nobody asks. With one, segments are not taken for repetitions of each other.
     """
 
     def __init__(
@@ -105,8 +117,11 @@ class Executor:
         root: int = 0,
         classes: bool = False,
         counts: Mapping[int, int] | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self._env = machine.env
+        self._observer = observer
+        self._watched = observer.stream if observer is not None else None
         self._machine = machine
         self._collectives = collectives
         self._ranks = {rank: _Rank() for rank in ranks}
@@ -136,7 +151,11 @@ class Executor:
             RuntimeError: If ranks wait for each other for ever; it names the collective and the ranks.
         """
         varies = self._machine.conditions.varies
-        self._alike = not varies and all(s.programs is segments[0].programs for s in segments)
+        self._alike = (
+            self._observer is None
+            and not varies
+            and all(s.programs is segments[0].programs for s in segments)
+        )
         self._ended = [0] * len(segments)
         if self._alike and len(segments) > 3 and not self._classes:
             self._history = self._machine.network.history = []
@@ -201,6 +220,8 @@ class Executor:
                 ended = yield other
                 clock = max(clock, ended)
             timing.end_ns = clock
+            if self._observer is not None:
+                self._observer.computed(rank, number, timing)
             state.timings.append(timing)
             self._ended[number] += 1
             if (
@@ -254,6 +275,8 @@ class Executor:
             transfer = item.transfer
             if transfer is not None:
                 at[worker] = (segment.iteration, item)
+                if item.stream == self._watched and self._observer is not None:
+                    self._observer.computed(rank, number, progress.timing)
                 tag = (number, index if item.tag is None else item.tag)
                 wait_ns = clock - env.now + skew_ns
                 if dies_ns is not None or (slows_down and not transfer.peer):

@@ -1,6 +1,6 @@
 """The simulation of one experiment's segments: which ranks are simulated for all, on which machine, for how long."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,12 +16,13 @@ from .conditions import Conditions
 from .constants import with_fixed_costs
 from .costs import Costs
 from .engines import EngineModel, Setup, State, Written
-from .executor import Executor, FailureError, Segment, Timing
+from .executor import Executor, FailureError, Observer, Segment, Timing
 from .folded import Folded
 from .interpreter import PASSES, Transfer
 from .ledger import Ledger, rank_classes, transfers_of
 from .levels import levels
 from .machine import Machine
+from .memory import MemoryPoint, memory_over_time
 from .program import Program
 from .topology import Topology
 
@@ -58,6 +59,8 @@ class Run:
         make_engine: Callable[[Setup], EngineModel],
     ) -> None:
         cluster = experiment.cluster
+        self.observer: Observer | None = None
+        self.apart: Sequence[int] = ()  # [ranks]: of equal ones ranks can be alike; (): all
         self.warnings: tuple[str, ...] = ()
         if policy is None:
             seen = replicas_of(experiment)
@@ -144,10 +147,14 @@ class Run:
             part_costs=self._part_costs(costs),
         )
         if not self.folded:
-            return machine, Executor(machine, PerStep(machine, self.mesh), self.fold.ranks)
+            each = PerStep(machine, self.mesh)
+            return machine, Executor(machine, each, self.fold.ranks, observer=self.observer)
         collectives = Folded(machine, self.mesh, self.fold, self._transfers, self.conditions)
         counts = dict(zip(self.fold.ranks, self.fold.counts, strict=True))
-        return machine, Executor(machine, collectives, self.fold.ranks, classes=True, counts=counts)
+        ranks, observer = self.fold.ranks, self.observer
+        return machine, Executor(
+            machine, collectives, ranks, classes=True, counts=counts, observer=observer
+        )
 
     def _costs(self, cluster: ClusterConf) -> Costs:
         costs = Costs(replace(self.experiment, cluster=cluster), self.spec, self.policy)
@@ -161,6 +168,15 @@ class Run:
             found[first] = self._costs(replace(cluster, device=part.device))
             first += part.nodes
         return found
+
+    def memory_points(self) -> list[tuple[str, float, list[MemoryPoint]]]:
+        """(key of a device, its bytes, what a rank with it holds over a step), the fullest first: of the smallest."""
+        key, smallest, _ = min(self.experiment.cluster.kinds, key=lambda kind: kind[1].memory_bytes)
+        offload = self.engine.offload
+        near = offload.near_bytes() if offload is not None else None
+        unit_bytes = list(self.engine.unit_bytes.values())
+        points = memory_over_time(self.experiment, self.spec, self.policy, unit_bytes, near)
+        return [(key, smallest.memory_bytes, points)]
 
     def _codec_scale(self) -> float:
         """What brings the probed cost of all codec work of a step to the one that was measured in its place."""
@@ -180,6 +196,8 @@ class Run:
         for programs in self._each:
             own = np.searchsorted(np.array(list(programs)), ranks, side="right")
             colours = colours * (len(programs) + 1) + own
+        if self.apart:
+            colours = colours * (max(self.apart) + 1) + np.array(self.apart)
         blocks = [level.block for level in levels(cluster)]  # a rail's ranks too: they share its link
         meetings = {(t.axis, abs(t.peer)): None for t in self._transfers}
         return Fold(self.mesh, colours, meetings, blocks)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..analysis.record import Record, iteration_stats, means_of, new_result
+from ..analysis.record import Decision, Record, iteration_stats, means_of, new_result
 from ..conf.model_spec import ModelSpec
 from ..conf.offload_check import check_offload
 from ..conf.schema import Backend, ClusterConf, Engine, ExperimentConf, Target
@@ -23,7 +23,6 @@ from .machine import ARRIVAL_SKEW_NS
 from .memory import (
     at_most,
     convention,
-    memory_over_time,
     out_of_far_memory,
     out_of_memory,
     over_budget,
@@ -52,6 +51,10 @@ def make_engine(setup: Setup) -> EngineModel:
         Engine.megatron: _megatron,
     }
     check_offload(setup.experiment)
+    if setup.experiment.balance.name == "batch":
+        from .balance.batch_engine import UnevenBatches
+
+        return UnevenBatches(setup, _fsdp2)
     which = setup.experiment.engine
     if which not in makers:
         raise ValueError(f"engine={which.value} is not simulated; use one of {[e.value for e in makers]}")
@@ -86,6 +89,7 @@ def simulate(
     resolved: Mapping[str, Any] | None = None,
     git_commit: str = "",
     fold: bool | None = None,
+    decisions: Sequence[Decision] = (),
 ) -> Record:
     """Simulate `experiment.steps` training steps.
 
@@ -95,6 +99,7 @@ def simulate(
         resolved: What the record keeps as the experiment; by default `experiment` as plain values.
         fold: Simulate ranks that behave alike once. None: on NCCL, and on gloo above 64 ranks. False: every rank apart,
             and up to 64 of them every message.
+        decisions: Of a record whose events a balancing policy is told, in place of what is measured here.
 
     Returns:
         The record. Out of memory is a result: status `oom`, the reason in `error`, all figures given. So is a rank
@@ -106,7 +111,7 @@ def simulate(
         RuntimeError: If ranks wait for each other for ever, naming the collective and the ranks.
     """
     try:
-        return _simulated(experiment, spec, policy, resolved, git_commit, fold)
+        return _simulated(experiment, spec, policy, resolved, git_commit, fold, decisions)
     except OverflowError as err:
         raise ValueError(
             "a step would take longer than can be counted: a bandwidth, rate or efficiency of the cluster is too "
@@ -121,9 +126,10 @@ def _simulated(
     resolved: Mapping[str, Any] | None,
     git_commit: str,
     fold: bool | None,
+    decisions: Sequence[Decision],
 ) -> Record:
     with collector_paused():
-        run = Run(experiment, spec, policy, fold, make_engine)
+        run = _run(experiment, spec, policy, fold, decisions)
         cluster = run.experiment.cluster
         nominal = run.simulate(cluster)
         bounds = []
@@ -131,6 +137,21 @@ def _simulated(
         if guesses and nominal.error is None:
             bounds = [run.iteration_s(run.simulate(_guess(cluster, guesses, i))) for i in (0, 1)]
         return _record(run, nominal, bounds, resolved, git_commit)
+
+
+def _run(
+    experiment: ExperimentConf,
+    spec: ModelSpec,
+    policy: CommPolicy | None,
+    fold: bool | None,
+    decisions: Sequence[Decision],
+) -> Run:
+    """Those that balance ranks are not imported where nothing is balanced."""
+    if experiment.balance.name == "batch":
+        from .balance.batch import BatchRun
+
+        return BatchRun(experiment, spec, policy, fold, make_engine, decisions)
+    return Run(experiment, spec, policy, fold, make_engine)
 
 
 def _smallest(cluster: ClusterConf) -> str:
@@ -208,13 +229,14 @@ def _record(
     if bounds and stats["n"]:
         means = [iteration_stats(b, experiment.warmup_steps)["mean"] for b in (times, *bounds)]
         stats["high"], stats["low"] = max(means), min(means)
-    unit_bytes = list(run.engine.unit_bytes.values())
-    offload = run.engine.offload
-    near = offload.near_bytes() if offload is not None else None
-    points = memory_over_time(experiment, run.spec, run.policy, unit_bytes, near)
+    kinds = run.memory_points()
+    _, _, points = kinds[0]
     held, memory = at_most(points), MemoryClock(experiment.engine, points, nominal.fold)
-    key, smallest, _ = min(experiment.cluster.kinds, key=lambda kind: kind[1].memory_bytes)
-    error = out_of_memory(held, smallest.memory_bytes, points, key=f"cluster.{key}.memory_bytes")
+    errors = (
+        out_of_memory(at_most(own), nbytes, own, key=f"cluster.{key}.memory_bytes")
+        for key, nbytes, own in kinds
+    )
+    error = next((error for error in errors if error is not None), None)
     outside = _outside(run)
     if error is None and outside:
         error = out_of_far_memory(experiment, outside["far_memory_bytes"]["total"])
