@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -25,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from twinbed.analysis.console import summary
 from twinbed.analysis.parity import compare_records, write_parity
-from twinbed.analysis.record import RESULT, Record, new_result, read_record, write_record, write_text
+from twinbed.analysis.record import RESULT, Decision, Record, new_result, read_record, write_record, write_text
 from twinbed.conf.compose import (
     CONFIG_NAME,
     CONFIG_PATH,
@@ -37,6 +38,13 @@ from twinbed.conf.compose import (
 )
 from twinbed.conf.hints import hint
 from twinbed.conf.schema import ExperimentConf, Launch, Target
+from twinbed.policies.balance import (
+    BalancePolicy,
+    describe_balance_actions,
+    is_balance_event,
+    parse_balance_event,
+)
+from twinbed.policies.balance.build import build_shares
 from twinbed.policies.comm import CommPolicy, build_comm, describe_action, parse_event
 from twinbed.policies.layout import (
     ParallelLayout,
@@ -219,9 +227,17 @@ def _carry_out(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...]
 
 
 def write_simulation(
-    composed: Composed, policy: CommPolicy, warnings: tuple[str, ...], folder: Path
+    composed: Composed,
+    policy: CommPolicy,
+    warnings: tuple[str, ...],
+    folder: Path,
+    decisions: Sequence[Decision] = (),
 ) -> Record:
-    """Simulate and write the record; the simulator's own wall-clock time goes to timing.json."""
+    """Simulate and write the record; the simulator's own wall-clock time goes to timing.json.
+
+    Args:
+        decisions: As of `simulate`.
+    """
     from twinbed.sim.simulate import simulate
 
     started = time.perf_counter()
@@ -232,6 +248,7 @@ def write_simulation(
             policy=policy,
             resolved=composed.resolved,
             git_commit=git_commit(),
+            decisions=decisions,
         )
     except (ValueError, RuntimeError) as err:  # plans that cannot be carried out, or ranks that wait for ever
         raise ExperimentError(str(err)) from err
@@ -287,11 +304,19 @@ def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...],
         experiment = load_experiment(composed.resolved | {"cluster": cluster})
         experiment = with_fixed_costs(experiment, composed.spec, policy)  # so that the record shows them
         predicted = replace(composed, experiment=experiment, resolved=to_dict(experiment))
-        write_simulation(predicted, policy, warnings, folder / "sim")
+        # what balancing policies were told is measured: both targets must do the same work to be compared
+        write_simulation(predicted, policy, warnings, folder / "sim", real.decisions)
     sim = read_record(folder / "sim")
     layout = layout_of(composed.experiment, composed.spec)
     again = all(
-        replays(policy, record, make_offload_policy(composed, policy), layout) for record in (sim, real)
+        replays(
+            policy,
+            record,
+            make_offload_policy(composed, policy),
+            layout,
+            build_shares(composed.experiment, composed.spec),
+        )
+        for record in (sim, real)
     )
     parity = compare_records(sim, real, replay_equal=again, void=void)
     write_parity(folder, parity)
@@ -315,17 +340,21 @@ def replays(
     record: Record,
     offload: OffloadPolicy | None = None,
     layout: ParallelLayout | None = None,
+    balance: BalancePolicy | None = None,
 ) -> bool:
     """Whether the record's events, put to the policies again, give the actions that were taken.
 
     Args:
         offload: A new one, for it has a memory; None: nothing was offloaded.
         layout: None: every rank has the whole model, or its shard of all.
+        balance: A new one, as `offload`; None: nothing was balanced.
     """
 
     def answer(event: str) -> str:
         if offload is not None and is_offload_event(event):
             return describe_offload_actions(offload.decide(parse_offload_event(event)))
+        if balance is not None and is_balance_event(event):
+            return describe_balance_actions(balance.decide(parse_balance_event(event)))
         if layout is not None and is_layer_event(event):
             return describe_action(layout.decide(parse_layer_event(event)))
         return describe_action(policy.decide(parse_event(event)))
