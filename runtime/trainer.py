@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from ..conf.compose import load_experiment, model_spec
 from ..conf.model_spec import ModelSpec
 from ..conf.schema import ExperimentConf, Launch, OffloadKind, Recompute
+from ..policies.balance import BalanceAction, StagesMeasured
 from ..policies.balance.build import build_shares
 from ..policies.comm import CommPolicy, build_comm
 from ..policies.layout import ParallelLayout, layout_of, replicas_of
@@ -38,6 +39,7 @@ from .images import Images
 from .interfaces import InterfaceBytes, read_interface
 from .interpreter import Interpreter
 from .laps import Laps
+from .layout.pace import Rate
 from .layout.tokens import token_index
 from .learning_rate import learning_rate
 from .ledger import LIBRARY_STREAM, Ledger
@@ -108,16 +110,21 @@ class Trainer:
         seen = replicas_of(experiment)
         policy, _ = build_comm(experiment.comm, num_ranks=seen.num_ranks, ranks_per_node=seen.ranks_per_node)
         mesh = Mesh.of(experiment.cluster, policy.hpz_size, layout.dims if layout is not None else ())
+        groups = context.groups(mesh)
         self.replicas, self._replica = mesh.data, mesh.index(DATA, context.rank)
         self.batches = build_batches(experiment, self.spec, rank=self._replica, num_ranks=self.replicas)
         self._tokens = None  # which of a sequence's tokens are here; None: all
         if layout is not None and layout.sequence > 1:
             self._tokens = token_index(layout, mesh, context.rank, self.sequence)
+        # what stages were measured to take, and the split that was answered; None: it was given
+        self._split: tuple[StagesMeasured, tuple[BalanceAction, ...] | None] | None = None
+        if layout is not None and experiment.balance.name == "layers" and not experiment.parallel.stage_layers:
+            experiment = self.experiment = self._split_stages(layout, groups)
+            layout = layout_of(experiment, self.spec)
         self._dropout_clocks: list[DropoutClock] = []
         self._models: list[Stack] = []  # the parts that are here
         self.ledger = Ledger(rank=context.rank, mesh=mesh)
         activate(self.ledger)
-        groups = context.groups(mesh)
         self.engine: CommEngine = self._build_engine(layout, policy, groups, overlap=overlap)
         self.shares: SequenceShares | None = None  # None: all replicas have as many sequences
         if experiment.balance.name == "batch":
@@ -159,6 +166,9 @@ class Trainer:
             tensorboard=tensorboard,
         )
         with writer:
+            if self._split is not None:
+                self.ledger.at(iteration=self.first_step)
+                self.ledger.decided_balance(*self._split)
             for step in range(self.first_step, experiment.steps):
                 context.beat(step)
                 with self._measuring(step):
@@ -318,6 +328,26 @@ class Trainer:
             model.emulate(rate, sequence=self.sequence)
         model.clock = self.laps
         return model
+
+    def _split_stages(self, layout: ParallelLayout, groups: Groups) -> ExperimentConf:
+        """The experiment with the numbers of blocks that fit how fast the stages are."""
+        from .balance.stages import measure_stages, with_split  # they lay a model out
+
+        experiment = self.experiment
+        policy, rate = build_shares(experiment, self.spec), experiment.cluster.emulated_flops_per_s
+        assert policy is not None
+        event = measure_stages(
+            experiment,
+            self.spec,
+            layout,
+            groups=groups,
+            device=self.context.device,
+            batch=self._on_device(self.batches.train(0, 0)),
+            rate=None if rate is None else Rate(rate),
+        )
+        split, answer = with_split(experiment, policy, event)
+        self._split = (event, answer)
+        return split
 
     def _new_shares(self, groups: Groups) -> SequenceShares:
         policy = build_shares(self.experiment, self.spec)

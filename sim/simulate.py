@@ -151,6 +151,10 @@ def _run(
         from .balance.batch import BatchRun
 
         return BatchRun(experiment, spec, policy, fold, make_engine, decisions)
+    if experiment.balance.name == "layers":
+        from .balance.stages import LayersRun
+
+        return LayersRun(experiment, spec, policy, fold, make_engine, decisions)
     return Run(experiment, spec, policy, fold, make_engine)
 
 
