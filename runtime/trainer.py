@@ -360,6 +360,7 @@ class Trainer:
             device=self.context.device,
             period=self.experiment.balance.period,
             micro=self.experiment.batch.micro,
+            micro_batches=self.experiment.batch.accumulation,
             room=self._room,
         )
 

@@ -17,7 +17,7 @@ from .policy import (
     is_balance_event,
     parse_balance_event,
 )
-from .shares import ReplicasMeasured, ShareBlocks, ShareSequences, StagesMeasured, even_split
+from .shares import ReplicasMeasured, ShareBlocks, ShareSequences, StagesMeasured, even_split, replica_ns
 from .work import BlockWork, Product, block_work
 
 __all__ = [
@@ -49,5 +49,6 @@ __all__ = [
     "lend_plans",
     "moves",
     "parse_balance_event",
+    "replica_ns",
     "return_plans",
 ]

@@ -13,8 +13,7 @@ class ReplicasMeasured:
 
     Args:
         step: Optimizer steps that are done.
-        compute_ns: [replicas], what the slowest rank of each computed of one step, mean over the period; waiting left
-            out.
+        compute_ns: [replicas], computation of one step, mean over the period, waiting left out: `replica_ns`.
         room: [replicas], by how many sequences each could take more of every micro-batch: of its ranks' free memory.
     """
 
@@ -48,6 +47,17 @@ class ShareBlocks:
     """The i-th stage holds `counts[i]` blocks, from the first step to the last."""
 
     counts: tuple[int, ...]
+
+
+def replica_ns(stages_ns: Sequence[int], micro_batches: int) -> int:
+    """How long a replica computes a step: all micro-batches in its slowest stage, and one in all the others, where a
+    pipeline fills and drains.
+
+    Args:
+        stages_ns: What the slowest rank of each stage computed of the step.
+    """
+    slowest = max(stages_ns)
+    return slowest + (sum(stages_ns) - slowest) // micro_batches
 
 
 def taken_for_equal(speeds_ns: Sequence[float], slack: float) -> list[float]:

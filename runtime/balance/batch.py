@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ...policies.balance import MEASURE_STREAM, BalancePolicy, ReplicasMeasured, ShareSequences
-from ...policies.mesh import DATA, WORLD
+from ...policies.balance import MEASURE_STREAM, BalancePolicy, ReplicasMeasured, ShareSequences, replica_ns
+from ...policies.mesh import DATA, PIPELINE, WORLD
 from ..groups import Groups
 from ..laps import Laps
 from ..ledger import Ledger
@@ -19,6 +19,7 @@ class SequenceShares:
     Args:
         period: Steps between two measurements.
         micro: Sequences of a micro-batch of one replica, in an even split.
+        micro_batches: Of a step.
         room: By how many sequences this rank could take more of every micro-batch.
 
     Attributes:
@@ -35,12 +36,15 @@ class SequenceShares:
         device: torch.device,
         period: int,
         micro: int,
+        micro_batches: int,
         room: Callable[[], int],
     ) -> None:
         self._policy, self._groups, self._ledger, self._laps = policy, groups, ledger, laps
-        self._device, self._period, self._micro, self._room = device, period, micro, room
+        self._device, self._period, self._room = device, period, room
+        self._micro, self._micro_batches = micro, micro_batches
         mesh = groups.mesh
         self._replica_of = [mesh.index(DATA, rank) for rank in range(mesh.num_ranks)]
+        self._stage_of = [mesh.index(PIPELINE, rank) for rank in range(mesh.num_ranks)]
         self._replica = self._replica_of[groups.rank]
         self.counts = (micro,) * mesh.data
         self._steps_ns: list[int] = []  # computed, of each step since the last decision
@@ -102,14 +106,15 @@ class SequenceShares:
             layer="",
         ):
             dist.all_gather_single(found.view(-1), own, group=world.handle)
-        ranks = found.tolist()
-        replicas: list[list[list[int]]] = [[] for _ in self.counts]
-        for replica, measured in zip(self._replica_of, ranks, strict=True):
-            replicas[replica].append(measured)
+        took_ns = [[0] * (max(self._stage_of) + 1) for _ in self.counts]
+        rooms = [self._micro * len(self.counts)] * len(self.counts)
+        for replica, stage, (ns, room) in zip(
+            self._replica_of, self._stage_of, found.tolist(), strict=True
+        ):
+            took_ns[replica][stage] = max(took_ns[replica][stage], ns)
+            rooms[replica] = min(rooms[replica], room)
         return ReplicasMeasured(
-            step + 1,
-            tuple(max(ns for ns, _ in of) for of in replicas),
-            tuple(min(room for _, room in of) for of in replicas),
+            step + 1, tuple(replica_ns(stages, self._micro_batches) for stages in took_ns), tuple(rooms)
         )
 
     def _check(self, action: ShareSequences) -> None:

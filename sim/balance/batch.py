@@ -16,10 +16,11 @@ from ...policies.balance import (
     describe_balance_event,
     is_balance_event,
     parse_balance_event,
+    replica_ns,
 )
 from ...policies.balance.build import build_shares
 from ...policies.comm import CommPolicy
-from ...policies.mesh import DATA
+from ...policies.mesh import DATA, PIPELINE
 from ..classes import Fold
 from ..engines import EngineModel, Setup, State, Written
 from ..executor import FailureError, Segment, Timing
@@ -141,10 +142,12 @@ class SharedSegments(Sequence[Segment]):
         self._period = run.experiment.balance.period
         fold, mesh = run.fold, run.mesh
         self._simulated = fold.ranks
-        self._members = [
-            sorted({fold.representative(rank) for rank in range(mesh.num_ranks) if mesh.index(DATA, rank) == i})
-            for i in range(mesh.data)
-        ]
+        # [replicas][stages], those that stand for their ranks
+        self._members: list[list[set[int]]] = [[set() for _ in range(mesh.pipeline)] for _ in range(mesh.data)]
+        for rank in range(mesh.num_ranks):
+            own = self._members[mesh.index(DATA, rank)][mesh.index(PIPELINE, rank)]
+            own.add(fold.representative(rank))
+        self._micro_batches = run.experiment.batch.accumulation
         self._written: list[Segment] = []
         self._known: dict[tuple[tuple[int, ...], bool, State, bool], Written] = {}
         self._state: State = ()
@@ -203,11 +206,11 @@ class SharedSegments(Sequence[Segment]):
         steps, self._steps = self._steps, []
         means = {rank: sum(self._took[n][rank] for n in steps) // len(steps) for rank in self._simulated}
         now = self.counts[-1]
-        event = ReplicasMeasured(
-            iteration + 1,
-            tuple(max(means[rank] for rank in ranks) for ranks in self._members),
-            self._room(now),
-        )
+        compute_ns = [
+            replica_ns([max(means[rank] for rank in ranks) for ranks in stages], self._micro_batches)
+            for stages in self._members
+        ]
+        event = ReplicasMeasured(iteration + 1, tuple(compute_ns), self._room(now))
         event = self._recorded.get(iteration + 1, event)
         answer = self._policy.decide(event)
         self.decided[number].append((describe_balance_event(event), describe_balance_actions(answer)))
