@@ -26,7 +26,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from twinbed.analysis.console import summary
 from twinbed.analysis.parity import compare_records, write_parity
-from twinbed.analysis.record import RESULT, Decision, Record, new_result, read_record, write_record, write_text
+from twinbed.analysis.record import (
+    RESULT,
+    Decision,
+    Record,
+    new_result,
+    read_record,
+    write_record,
+    write_text,
+)
 from twinbed.conf.compose import (
     CONFIG_NAME,
     CONFIG_PATH,

@@ -27,6 +27,10 @@ def check_balance(experiment: ExperimentConf, spec: ModelSpec) -> list[str]:
         _refuse_batch(experiment, which)
     elif conf.name == "layers":
         _refuse_layers(experiment, which)
+        warnings.append(
+            f"{which}: stages are timed before the first step, and the split stays for the whole run; for another one "
+            "start anew from a checkpoint (train.resume_from)"
+        )
     return warnings
 
 

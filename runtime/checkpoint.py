@@ -286,9 +286,7 @@ def _optimizer_state(optimizer: "torch.optim.Optimizer | None", names: Sequence[
         return {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     keys = names or [str(i) for i in range(len(parameters))]
-    return {
-        key: dict(optimizer.state[parameter]) for key, parameter in zip(keys, parameters, strict=True)
-    }
+    return {key: dict(optimizer.state[parameter]) for key, parameter in zip(keys, parameters, strict=True)}
 
 
 def _read_manifest(folder: Path) -> Checkpoint:

@@ -274,8 +274,8 @@ def _describe(event: _Event, answer: _Answer) -> tuple[str, str]:
             cast(tuple[OffloadAction, ...], answer)
         )
     if isinstance(event, LayerRuns):
-        return describe_layer_event(event), describe_action(cast(Plan | None, answer))
-    return describe_event(cast(CommEvent, event)), describe_action(cast(Plan | None, answer))
+        return describe_layer_event(event), describe_action(answer)
+    return describe_event(cast(CommEvent, event)), describe_action(answer)
 
 
 class Collecting:

@@ -41,7 +41,9 @@ class RankReport:
     clock: str  # machines whose clocks are the same have the same
     steps_ns: list[tuple[int, int]]  # start and end of each step
     metrics: list[StepMetrics]
-    loss_weights: list[float]  # of each step's loss in the mean over ranks; 1 where all have as many sequences
+    loss_weights: list[
+        float
+    ]  # of each step's loss in the mean over ranks; 1 where all have as many sequences
     laps: list[Lap]
     rows: list[LedgerRow]
     spans: list[Span]

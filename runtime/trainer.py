@@ -118,7 +118,11 @@ class Trainer:
             self._tokens = token_index(layout, mesh, context.rank, self.sequence)
         # what stages were measured to take, and the split that was answered; None: it was given
         self._split: tuple[StagesMeasured, tuple[BalanceAction, ...] | None] | None = None
-        if layout is not None and experiment.balance.name == "layers" and not experiment.parallel.stage_layers:
+        if (
+            layout is not None
+            and experiment.balance.name == "layers"
+            and not experiment.parallel.stage_layers
+        ):
             experiment = self.experiment = self._split_stages(layout, groups)
             layout = layout_of(experiment, self.spec)
         self._dropout_clocks: list[DropoutClock] = []

@@ -152,9 +152,7 @@ class Run:
         collectives = Folded(machine, self.mesh, self.fold, self._transfers, self.conditions)
         counts = dict(zip(self.fold.ranks, self.fold.counts, strict=True))
         ranks, observer = self.fold.ranks, self.observer
-        return machine, Executor(
-            machine, collectives, ranks, classes=True, counts=counts, observer=observer
-        )
+        return machine, Executor(machine, collectives, ranks, classes=True, counts=counts, observer=observer)
 
     def _costs(self, cluster: ClusterConf) -> Costs:
         costs = Costs(replace(self.experiment, cluster=cluster), self.spec, self.policy)

@@ -108,9 +108,7 @@ class SequenceShares:
             dist.all_gather_single(found.view(-1), own, group=world.handle)
         took_ns = [[0] * (max(self._stage_of) + 1) for _ in self.counts]
         rooms = [self._micro * len(self.counts)] * len(self.counts)
-        for replica, stage, (ns, room) in zip(
-            self._replica_of, self._stage_of, found.tolist(), strict=True
-        ):
+        for replica, stage, (ns, room) in zip(self._replica_of, self._stage_of, found.tolist(), strict=True):
             took_ns[replica][stage] = max(took_ns[replica][stage], ns)
             rooms[replica] = min(rooms[replica], room)
         return ReplicasMeasured(
@@ -119,11 +117,7 @@ class SequenceShares:
 
     def _check(self, action: ShareSequences) -> None:
         total = self._micro * len(self.counts)
-        if (
-            len(action.counts) != len(self.counts)
-            or sum(action.counts) != total
-            or min(action.counts) < 1
-        ):
+        if len(action.counts) != len(self.counts) or sum(action.counts) != total or min(action.counts) < 1:
             raise ValueError(
                 f"balancing policy {self._policy.name!r} answers {action}: must be {len(self.counts)} numbers >= 1 of "
                 f"the sum {total}"

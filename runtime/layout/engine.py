@@ -107,9 +107,7 @@ class LayoutEngine:
 
     def _shape_of(self, sequences: int) -> tuple[int, int, int]:
         hidden = self._parts[0].model.spec.hidden
-        return activation_shape(
-            self._layout, self._mesh, micro=sequences, tokens=self._tokens, hidden=hidden
-        )
+        return activation_shape(self._layout, self._mesh, micro=sequences, tokens=self._tokens, hidden=hidden)
 
     # ---- a step
 

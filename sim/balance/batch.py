@@ -143,7 +143,9 @@ class SharedSegments(Sequence[Segment]):
         fold, mesh = run.fold, run.mesh
         self._simulated = fold.ranks
         # [replicas][stages], those that stand for their ranks
-        self._members: list[list[set[int]]] = [[set() for _ in range(mesh.pipeline)] for _ in range(mesh.data)]
+        self._members: list[list[set[int]]] = [
+            [set() for _ in range(mesh.pipeline)] for _ in range(mesh.data)
+        ]
         for rank in range(mesh.num_ranks):
             own = self._members[mesh.index(DATA, rank)][mesh.index(PIPELINE, rank)]
             own.add(fold.representative(rank))
@@ -222,7 +224,9 @@ class SharedSegments(Sequence[Segment]):
         """Items that compute a pass."""
         if id(program) not in self._computing:
             found = tuple(
-                item.index for item in program.items if any(part.work.kind == "compute" for part in item.parts)
+                item.index
+                for item in program.items
+                if any(part.work.kind == "compute" for part in item.parts)
             )
             self._computing[id(program)] = (program, found)
         return self._computing[id(program)][1]

@@ -12,7 +12,9 @@ from ..interpreter import Transfer
 from ..offload import Offload
 from ..program import MAIN, Item, Program
 
-MEASURED_BYTES = 16  # of one rank: what it computed and by how many sequences it could take more, 64-bit integers
+MEASURED_BYTES = (
+    16  # of one rank: what it computed and by how many sequences it could take more, 64-bit integers
+)
 
 
 class UnevenBatches:
@@ -83,9 +85,7 @@ class UnevenBatches:
         after = tuple(index for worker, index in last.items() if worker != MAIN)
         index = len(program.items)
         program.items.append(
-            Item(
-                index, MAIN, MEASURE_STREAM, "step", "", after, transfer=transfer, tag=("measured",)
-            )
+            Item(index, MAIN, MEASURE_STREAM, "step", "", after, transfer=transfer, tag=("measured",))
         )
 
 

@@ -42,9 +42,7 @@ class LayersRun(Run):
         make_engine: Callable[[Setup], EngineModel],
         decisions: Sequence[Decision] = (),
     ) -> None:
-        event = next(
-            (parse_balance_event(d.event) for d in decisions if is_balance_event(d.event)), None
-        )
+        event = next((parse_balance_event(d.event) for d in decisions if is_balance_event(d.event)), None)
         if not isinstance(event, StagesMeasured):
             event = measure_stages(experiment, spec, policy)
         balance = build_shares(experiment, spec)
@@ -68,9 +66,7 @@ def measure_stages(
     cluster = experiment.cluster
     if policy is None:
         seen = replicas_of(experiment)
-        policy, _ = build_comm(
-            experiment.comm, num_ranks=seen.num_ranks, ranks_per_node=seen.ranks_per_node
-        )
+        policy, _ = build_comm(experiment.comm, num_ranks=seen.num_ranks, ranks_per_node=seen.ranks_per_node)
     slowdowns = rank_slowdowns(cluster.slowdown, cluster.num_ranks)
     known: dict[int, Costs] = {}
 

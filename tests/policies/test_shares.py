@@ -48,9 +48,7 @@ class Cluster:
     def period(self, noise=None):
         factors = [1.0] * len(self.each_ns) if noise is None else noise
         self.step += 5
-        compute = tuple(
-            round(n * t * f) for n, t, f in zip(self.counts, self.each_ns, factors, strict=True)
-        )
+        compute = tuple(round(n * t * f) for n, t, f in zip(self.counts, self.each_ns, factors, strict=True))
         answer = self.policy.decide(ReplicasMeasured(self.step, compute, (self.room,) * len(compute)))
         for action in answer or ():
             assert isinstance(action, ShareSequences)
@@ -204,6 +202,4 @@ def test_no_split_of_blocks_is_faster(data, stages):
     ends = [0] * stages
     ends[0] += first
     ends[-1] += last
-    assert slowest(action.counts, block, ends) == min(
-        slowest(s, block, ends) for s in splits(layers, stages)
-    )
+    assert slowest(action.counts, block, ends) == min(slowest(s, block, ends) for s in splits(layers, stages))

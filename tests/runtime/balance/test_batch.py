@@ -80,7 +80,11 @@ def folders(tmp_path_factory):
 
     def cases(of_four):
         return [
-            (f"{model} {layout}", (*SMALL, *MODELS[model], DROPOUT, f"steps={STEPS}", *uneven, *LAYOUTS[layout]), told)
+            (
+                f"{model} {layout}",
+                (*SMALL, *MODELS[model], DROPOUT, f"steps={STEPS}", *uneven, *LAYOUTS[layout]),
+                told,
+            )
             for model, layout in CASES
             if (layout in ALONE) == of_four
         ]

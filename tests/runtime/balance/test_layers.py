@@ -81,7 +81,12 @@ def folder(tmp_path_factory):
                 cases.append((f"{model} {layout}", composed, KIND, {"gradients": True}))
         launch(folder / str(ranks), cases)
     whole = [
-        (model, compose([*keys, *SMALL, "batch.micro=2", "comm=ddp", "cluster.devices_per_node=1"]), KIND, {"gradients": True})
+        (
+            model,
+            compose([*keys, *SMALL, "batch.micro=2", "comm=ddp", "cluster.devices_per_node=1"]),
+            KIND,
+            {"gradients": True},
+        )
         for model, keys in MODELS.items()
     ]
     launch(folder / "1", whole)
@@ -142,12 +147,14 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_with_its_split(tmp_path):
         "comm=ddp",
     )
     first, again, other = (
-        compose([*keys, *more])
-        for more in (("train.save_every=2",), (), ("parallel.stage_layers=[3,1]",))
+        compose([*keys, *more]) for more in (("train.save_every=2",), (), ("parallel.stage_layers=[3,1]",))
     )
     for later in (again, other):
         later.resolved["train"]["resume_from"] = str(tmp_path / "first/checkpoints/step_00000002")
-    launch(tmp_path, [("first", first, f"{KIND.rpartition(':')[0]}:train_as_before", {}), ("again", again, "train", {})])
+    launch(
+        tmp_path,
+        [("first", first, f"{KIND.rpartition(':')[0]}:train_as_before", {}), ("again", again, "train", {})],
+    )
     whole, resumed = (read_record(tmp_path / name).result["loss"] for name in ("first", "again"))
     assert resumed == pytest.approx(whole[2:], rel=1e-6)
     with pytest.raises(AssertionError, match=r"stages held \[2, 2\] blocks.*give parallel.stage_layers"):

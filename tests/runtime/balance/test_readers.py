@@ -9,7 +9,14 @@ from twinbed.conf.compose import compose
 from twinbed.runtime.data import build_batches
 
 MODELS = {
-    "gpt": ("model=gpt", "model.vocab=61", "model.layers=1", "model.hidden=8", "model.heads=1", "model.sequence=6"),
+    "gpt": (
+        "model=gpt",
+        "model.vocab=61",
+        "model.layers=1",
+        "model.hidden=8",
+        "model.heads=1",
+        "model.sequence=6",
+    ),
     "bert": ("model=bert_tiny", "model.vocab=61", "model.sequence=8"),
     "vit": ("model=vit_tiny",),
 }
@@ -34,7 +41,9 @@ def test_no_sequence_is_lost_or_seen_twice(model, data, replicas, micro, accumul
     own, whole = readers(model, replicas=replicas, micro=micro, accumulation=accumulation)
     for step in range(2):
         cuts = data.draw(
-            st.lists(st.integers(1, replicas * micro), min_size=replicas - 1, max_size=replicas - 1).map(sorted)
+            st.lists(st.integers(1, replicas * micro), min_size=replicas - 1, max_size=replicas - 1).map(
+                sorted
+            )
         )
         borders = [0, *cuts, replicas * micro]
         for reader, first, end in zip(own, borders, borders[1:], strict=False):
