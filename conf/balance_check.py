@@ -77,8 +77,8 @@ def _refuse_batch(experiment: ExperimentConf, which: str) -> None:
     parallel = experiment.parallel
     if parallel.tensor > 1 and parallel.tensor_mode != "1d":
         raise ValueError(
-            f"parallel.tensor_mode={parallel.tensor_mode} with {which}: must be 1d; the others cut micro-batches, whose "
-            "sizes would have to be divisible"
+            f"parallel.tensor_mode={parallel.tensor_mode} with {which}: must be 1d; the others cut micro-batches, "
+            "whose sizes would have to be divisible"
         )
     if experiment.offload.active:
         raise ValueError(
@@ -87,8 +87,8 @@ def _refuse_batch(experiment: ExperimentConf, which: str) -> None:
         )
     if experiment.cluster.backend is Backend.nccl and experiment.target is not Target.sim:
         raise ValueError(
-            f"cluster.backend=nccl with {which} and target={experiment.target.value}: must be gloo, or target=sim; what "
-            "a GPU computes between collectives is not measured"
+            f"cluster.backend=nccl with {which} and target={experiment.target.value}: must be gloo, or target=sim; "
+            "what a GPU computes between collectives is not measured"
         )
 
 
@@ -96,8 +96,8 @@ def _refuse_layers(experiment: ExperimentConf, which: str) -> None:
     parallel = experiment.parallel
     if parallel.pipeline == 1:
         raise ValueError(
-            f"parallel.pipeline=1 with {which}: must be > 1, for blocks move between stages; use balance=resize, migrate "
-            "or semi for tensor ranks, or balance=batch for replicas"
+            f"parallel.pipeline=1 with {which}: must be > 1, for blocks move between stages; use balance=resize, "
+            "migrate or semi for tensor ranks, or balance=batch for replicas"
         )
     if parallel.virtual_stages > 1:
         raise ValueError(f"parallel.virtual_stages={parallel.virtual_stages} with {which}: must be 1")

@@ -52,8 +52,8 @@ class Batches:
             self._texts = _split_text(conf, vocab=vocab, sequence=sequence)
 
     def take(self, share: range) -> None:
-        """From now on this rank's are those of the sequences of all ranks' micro-batches, where one is trained on; in an
-        even split rank r has [r * micro, (r + 1) * micro).
+        """From now on this rank trains on those of the sequences of all ranks' micro-batches; in an even split rank r
+        has [r * micro, (r + 1) * micro).
         """
         self._share = share
 

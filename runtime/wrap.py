@@ -53,7 +53,7 @@ class CommEngine(Protocol):
         ...
 
     def take_sequences(self, count: int) -> None:
-        """From the next step on a micro-batch of this replica has so many sequences; in a validation as many as ever."""
+        """From the next step on a micro-batch of this replica has so many sequences; in a validation as ever."""
         ...
 
     def evaluate(self, batches: MicroBatches) -> torch.Tensor:

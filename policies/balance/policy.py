@@ -102,8 +102,8 @@ BalanceAction = Prune | Migrate | ShareSequences | ShareBlocks
 
 
 class BalancePolicy(Protocol):
-    """One for each tensor group, or one for all replicas or stages. It has a memory: same events in the same order, same
-    answers, on every rank.
+    """One for each tensor group, or one for all replicas or stages. It has a memory: same events in the same order,
+    same answers, on every rank.
 
     No clock, no I/O, no torch, no simpy, no randomness.
     """

@@ -1,5 +1,6 @@
 """How long parts of the model take on each stage of a pipeline, measured before the model is built."""
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -119,7 +120,7 @@ def _time_parts(
     embedded.backward(into_block.grad)  # type: ignore[no-untyped-call]
     times.append(_now(wait))
     model.zero_grad()
-    laps = [end - start for start, end in zip(times, times[1:], strict=False)]
+    laps = [end - start for start, end in itertools.pairwise(times)]
     return laps[0] + laps[5], laps[1] + laps[4], laps[2] + laps[3]
 
 

@@ -18,8 +18,8 @@ MEASURED_BYTES = (
 
 
 class UnevenBatches:
-    """Writes the programs of each replica as the engine of its number of sequences does. Their collectives are the same,
-    those within a replica of another size.
+    """Writes the programs of each replica as the engine of its number of sequences does. Their collectives are the
+    same, those within a replica of another size.
     """
 
     def __init__(self, setup: Setup, make: Callable[[Setup], EngineModel]) -> None:

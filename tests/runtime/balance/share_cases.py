@@ -24,8 +24,8 @@ class Told:
 
 
 def train(case, context):
-    """Train with the shares that `options` tell, or at the `rates` of ranks; write the record, and of every rank the whole
-    gradients of each step.
+    """Train with the shares that `options` tell, or at the `rates` of ranks; write the record, and if asked for the
+    whole gradients of each step, of every rank.
     """
     experiment = load_experiment(case.experiment)
     if "rates" in case.options:
