@@ -54,6 +54,7 @@ from twinbed.policies.balance import (
     is_balance_event,
     parse_balance_event,
 )
+from twinbed.policies.balance.build import build_shares
 from twinbed.policies.comm import CommPolicy, build_comm, describe_action, parse_event
 from twinbed.policies.layout import (
     ParallelLayout,
@@ -317,7 +318,7 @@ def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...],
         experiment = with_fixed_costs(experiment, composed.spec, policy)  # so that the record shows them
         predicted = replace(composed, experiment=experiment, resolved=to_dict(experiment))
         write_simulation(predicted, policy, warnings, folder / "sim")
-        if experiment.balance.of_tensor_ranks and real.result["status"] == "ok":
+        if experiment.balance.active and real.result["status"] == "ok":
             told = _simulation(predicted, policy, balance_events=real.decisions)
     sim = read_record(folder / "sim")
     layout = layout_of(composed.experiment, composed.spec)
@@ -344,12 +345,20 @@ def make_offload_policy(composed: Composed, policy: CommPolicy) -> OffloadPolicy
 
 
 def balance_maker(composed: Composed) -> Callable[[], BalancePolicy] | None:
-    """Makes new balancing policies of a tensor group; None where none are balanced."""
+    """Makes new balancing policies; None where nothing is balanced."""
     experiment, spec = composed.experiment, composed.spec
-    work = balanced_work(experiment, spec, layout_of(experiment, spec))
-    if work is None:
+    if not experiment.balance.active:
         return None
-    return lambda: build_balance(experiment.balance, work)
+    work = balanced_work(experiment, spec, layout_of(experiment, spec))
+
+    def make() -> BalancePolicy:
+        found = (
+            build_balance(experiment.balance, work) if work is not None else build_shares(experiment, spec)
+        )
+        assert found is not None, "something is balanced"
+        return found
+
+    return make
 
 
 def replays(

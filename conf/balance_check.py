@@ -4,7 +4,7 @@ from dataclasses import fields
 from enum import Enum
 
 from .model_spec import ModelSpec
-from .schema import BalanceConf, Engine, ExperimentConf, Recompute, Way
+from .schema import Backend, BalanceConf, Engine, ExperimentConf, Recompute, Target, Way
 
 
 def check_balance(experiment: ExperimentConf, spec: ModelSpec) -> list[str]:
@@ -27,6 +27,10 @@ def check_balance(experiment: ExperimentConf, spec: ModelSpec) -> list[str]:
         _refuse_batch(experiment, which)
     elif conf.name == "layers":
         _refuse_layers(experiment, which)
+        warnings.append(
+            f"{which}: stages are timed before the first step, and the split stays for the whole run; for another one "
+            "start anew from a checkpoint (train.resume_from)"
+        )
     return warnings
 
 
@@ -50,6 +54,11 @@ def _refuse_tensor(experiment: ExperimentConf, which: str) -> None:
         raise ValueError(
             f"parallel.sequence={parallel.sequence} with {which}: must be 1; ranks that share a sequence exchange keys "
             "and values of the same heads, and each tensor group moves its own"
+        )
+    if parallel.stage_layers:
+        raise ValueError(
+            f"parallel.stage_layers={list(parallel.stage_layers)} with {which}: must be left out, stages hold "
+            "equal numbers"
         )
     if conf.moves and experiment.recompute is not Recompute.none:
         raise ValueError(
@@ -80,6 +89,22 @@ def _refuse_batch(experiment: ExperimentConf, which: str) -> None:
         raise ValueError(
             f"batch.micro=1 with {which}: must be > 1, for sequences of micro-batches move between replicas"
         )
+    parallel = experiment.parallel
+    if parallel.tensor > 1 and parallel.tensor_mode != "1d":
+        raise ValueError(
+            f"parallel.tensor_mode={parallel.tensor_mode} with {which}: must be 1d; the others cut micro-batches, "
+            "whose sizes would have to be divisible"
+        )
+    if experiment.offload.active:
+        raise ValueError(
+            f"offload={experiment.offload.name} with {which}: must be none; what lies near would have to follow the "
+            "sizes of micro-batches"
+        )
+    if experiment.cluster.backend is Backend.nccl and experiment.target is not Target.sim:
+        raise ValueError(
+            f"cluster.backend=nccl with {which} and target={experiment.target.value}: must be gloo, or target=sim; "
+            "what a GPU computes between collectives is not measured"
+        )
 
 
 def _refuse_layers(experiment: ExperimentConf, which: str) -> None:
@@ -91,6 +116,10 @@ def _refuse_layers(experiment: ExperimentConf, which: str) -> None:
         )
     if parallel.virtual_stages > 1:
         raise ValueError(f"parallel.virtual_stages={parallel.virtual_stages} with {which}: must be 1")
+    if parallel.stage_layers is not None:
+        raise ValueError(
+            f"parallel.stage_layers={list(parallel.stage_layers)} with {which}: must be null, for the policy answers it"
+        )
 
 
 def _heads(experiment: ExperimentConf, spec: ModelSpec) -> list[str]:

@@ -250,6 +250,7 @@ def _of_the_layout(experiment: ExperimentConf) -> list[Reader]:
     piped, tensor = parallel.pipeline > 1, parallel.tensor > 1
     readers = {
         "pipeline_schedule": ((megatron or torch) and piped, f"{both}parallel.pipeline > 1"),
+        "stage_layers": (torch and piped, "engine=fsdp2 and parallel.pipeline > 1"),
         "pipeline_overlap": (megatron and piped, "engine=megatron and parallel.pipeline > 1"),
         "virtual_stages": ((megatron or torch) and piped, f"{both}parallel.pipeline > 1"),
         "tensor_mode": (tensor, "parallel.tensor > 1"),

@@ -11,8 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ..analysis.record import Span, write_text
-from ..conf.compose import load_experiment
+from ..conf.compose import load_experiment, model_spec
 from ..conf.schema import ExperimentConf
+from ..policies.balance import even_split
 from .case import Case
 from .intervals import length_ns, union
 from .laps import PIPELINE_LAP, Lap
@@ -104,7 +105,7 @@ def calibrate(
         iterations: That are measured.
         folder: For what is offloaded to disk meanwhile, where offload.path does not say.
     """
-    experiment = _own_store(experiment)
+    experiment = _evenly(_own_store(experiment))
     if experiment.offload.path is not None:  # what a kill left of an earlier one
         shutil.rmtree(Path(experiment.offload.path) / f"rank_{context.rank}", ignore_errors=True)
     trainer = Trainer(experiment, context, overlap=False, folder=folder, undisturbed=True)
@@ -133,6 +134,17 @@ def _own_store(experiment: ExperimentConf) -> ExperimentConf:
     offload = experiment.offload
     path = None if offload.path is None else str(Path(offload.path) / "calibration")
     return replace(experiment, offload=replace(offload, path=path, resume=False))
+
+
+def _evenly(experiment: ExperimentConf) -> ExperimentConf:
+    """With equal shares of sequences, and numbers of blocks as equal as can be: what a sequence and a block take."""
+    balance, parallel = experiment.balance, experiment.parallel
+    if balance.name == "batch":
+        return replace(experiment, balance=replace(balance, name="none"))
+    if balance.name == "layers":
+        blocks = list(even_split(model_spec(experiment).layers, parallel.pipeline))
+        return replace(experiment, parallel=replace(parallel, stage_layers=blocks))
+    return experiment
 
 
 def split_root(laps: Sequence[Lap]) -> list[Lap]:

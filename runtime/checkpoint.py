@@ -105,7 +105,7 @@ def _parallel(experiment: ExperimentConf) -> dict[str, Any]:
     conf, usual = experiment.parallel, ParallelConf()
     if conf.ranks_a_replica == 1:
         return {}
-    keys = ("pipeline", "virtual_stages", "tensor", "tensor_mode", "depth")
+    keys = ("pipeline", "virtual_stages", "tensor", "tensor_mode", "depth", "stage_layers")
     return {key: getattr(conf, key) for key in keys if getattr(conf, key) != getattr(usual, key)}
 
 

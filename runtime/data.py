@@ -46,14 +46,21 @@ class Batches:
     ) -> None:
         self.vocab, self._sequence, self._micro, self.seed = vocab, sequence, micro, seed
         self._rank, self._num_ranks, self._accumulation = rank, num_ranks, accumulation
+        self._share = range(rank * micro, (rank + 1) * micro)  # of the sequences of all ranks' micro-batches
         self._texts: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]] | None = None
         if conf.name == "text":
             self._texts = _split_text(conf, vocab=vocab, sequence=sequence)
 
+    def take(self, share: range) -> None:
+        """From now on this rank trains on those of the sequences of all ranks' micro-batches; in an even split rank r
+        has [r * micro, (r + 1) * micro).
+        """
+        self._share = share
+
     def train(self, step: int, micro_batch: int) -> tuple[Tokens, Tokens]:
-        """Tokens and the tokens that follow them, both [micro, sequence]."""
-        first = ((step * self._accumulation + micro_batch) * self._num_ranks + self._rank) * self._micro
-        return self._rows(_TRAIN, first)
+        """Tokens and the tokens that follow them, both [this rank's sequences, sequence]."""
+        first = (step * self._accumulation + micro_batch) * self._num_ranks * self._micro
+        return self._rows(_TRAIN, first + self._share.start, len(self._share))
 
     def validation(self, batch: int) -> tuple[Tokens, Tokens]:
         """As `train`; the same sequences at every validation.
@@ -62,7 +69,7 @@ class Batches:
             ValueError: There is no text kept for validation.
         """
         first = (batch * self._num_ranks + self._rank) * self._micro
-        return self._rows(_VALIDATION, first)
+        return self._rows(_VALIDATION, first, self._micro)
 
     def num_counted(self, batches: int) -> int:
         """Sequences of a validation of so many batches, on all ranks together."""
@@ -89,8 +96,8 @@ class Batches:
         start = random.integers(0, len(text) - self._sequence)
         return text[start : start + self._sequence + 1].astype(np.int64)
 
-    def _rows(self, stream: int, first: int) -> tuple[Tokens, Tokens]:
-        rows = [self.row(stream, first + i) for i in range(self._micro)]
+    def _rows(self, stream: int, first: int, count: int) -> tuple[Tokens, Tokens]:
+        rows = [self.row(stream, first + i) for i in range(count)]
         return np.stack([inputs for inputs, _ in rows]), np.stack([targets for _, targets in rows])
 
 

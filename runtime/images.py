@@ -61,6 +61,7 @@ class ImageBatches:
     ) -> None:
         self._spec, self._micro, self._accumulation, self._seed = spec, micro, accumulation, seed
         self._rank, self._num_ranks = rank, num_ranks
+        self._share = range(rank * micro, (rank + 1) * micro)  # of the images of all ranks' micro-batches
         self._sets: dict[int, ImageSet] | None = None
         self._epoch, self._order_N = -1, np.empty(0, np.int64)
         if conf.name == "fashion_mnist":
@@ -68,12 +69,16 @@ class ImageBatches:
             mean, deviation = _pixels(self._sets[_TRAIN].images_NHW)
             self._scaled = ((np.arange(256) - mean) / deviation).astype(np.float32)  # of each value of a byte
 
+    def take(self, share: range) -> None:
+        """As `data.Batches.take`."""
+        self._share = share
+
     def train(self, step: int, micro_batch: int) -> tuple[Images, Labels]:
-        """Images [micro, channels, rows, columns] and labels [micro]."""
-        first = ((step * self._accumulation + micro_batch) * self._num_ranks + self._rank) * self._micro
+        """Images [this rank's, channels, rows, columns] and labels [this rank's]."""
+        first = (step * self._accumulation + micro_batch) * self._num_ranks * self._micro + self._share.start
         if self._sets is None:
-            return self._random(_TRAIN, first)
-        numbers_B = np.arange(first, first + self._micro)
+            return self._random(_TRAIN, first, len(self._share))
+        numbers_B = np.arange(first, first + len(self._share))
         num_train = len(self._sets[_TRAIN].labels_N)
         chosen_B = np.empty_like(numbers_B)
         for epoch in range(first // num_train, numbers_B[-1] // num_train + 1):
@@ -85,7 +90,7 @@ class ImageBatches:
         """As `train`; the same images at every validation."""
         first = (batch * self._num_ranks + self._rank) * self._micro
         if self._sets is None:
-            return self._random(_TEST, first)
+            return self._random(_TEST, first, self._micro)
         numbers_B = np.arange(first, first + self._micro)
         num_test = len(self._sets[_TEST].labels_N)
         images, labels = self._take(_TEST, numbers_B % num_test)
@@ -109,10 +114,10 @@ class ImageBatches:
         images_BCHW = np.take(self._scaled, found.images_NHW[numbers_B])[:, None]
         return images_BCHW, found.labels_N[numbers_B].astype(np.int64)
 
-    def _random(self, stream: int, first: int) -> tuple[Images, Labels]:
+    def _random(self, stream: int, first: int, count: int) -> tuple[Images, Labels]:
         spec = self._spec
         images, labels = [], []
-        for number in range(first, first + self._micro):
+        for number in range(first, first + count):
             random = np.random.default_rng((self._seed, stream, number))
             images.append(random.standard_normal((spec.channels, *spec.image), np.float32))
             labels.append(random.integers(0, spec.classes))

@@ -103,26 +103,30 @@ class Pace:
     the pace, its own time stands.
 
     Args:
-        forward_ns: At full speed; None: what was measured.
+        sequence_ns: Forward, of one of the sequences that go in together, at full speed; None: what was measured.
+        recompute: Backward repeats forward first.
         slow: Says how many times as long it takes now.
         synchronize: Waits for the device, where work runs asynchronously.
     """
 
     def __init__(
         self,
-        forward_ns: int | None,
+        sequence_ns: float | None,
         *,
         recompute: bool,
         slow: Callable[[], float] = _at_full_speed,
         synchronize: Callable[[], None] | None = None,
     ) -> None:
-        self.forward_ns = forward_ns
-        self.backward_ns = None if forward_ns is None else (3 if recompute else 2) * forward_ns
+        self._sequence_ns = sequence_ns
+        self._times_backward = 3 if recompute else 2
+        self.forward_ns: int | None = None  # of the sequences that are here
         self._slow, self._synchronize = slow, synchronize
         self._forward_began_ns = self._backward_began_ns = 0
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """At the unit's input."""
+        """At the unit's input, [sequences, ...]."""
+        if self._sequence_ns is not None:
+            self.forward_ns = round(len(x) * self._sequence_ns)
         entered: torch.Tensor = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
         return entered
 
@@ -141,10 +145,11 @@ class Pace:
         self._backward_began_ns = time.monotonic_ns()
 
     def backward_ends(self) -> None:
-        self._end(self._backward_began_ns, self.backward_ns)
+        self._end(self._backward_began_ns, self.forward_ns, self._times_backward)
 
-    def _end(self, began_ns: int, at_full_speed_ns: int | None) -> None:
+    def _end(self, began_ns: int, forward_ns: int | None, times: int = 1) -> None:
         factor = self._slow()
+        at_full_speed_ns = None if forward_ns is None else times * forward_ns
         if at_full_speed_ns is None:
             if factor == 1:
                 return

@@ -17,9 +17,6 @@ from ..analysis.record import Decision, LedgerRow, Span
 from ..policies.balance import (
     BalanceAction,
     BalanceEvent,
-    ChangesMeasured,
-    GroupMeasured,
-    MovementTimed,
     describe_balance_actions,
     describe_balance_event,
 )
@@ -162,8 +159,7 @@ class Ledger:
         """A `with` block: all that this thread sends inside is one row, and one span.
 
         Args:
-            op: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, reduce, reduce_tree, send, scatter or
-                gather.
+            op: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, reduce, reduce_tree or send.
             axis: Mesh axis, and `group` its ranks.
             payload_bytes: The whole logical tensor before quantization.
             stream: The plan's.
@@ -216,7 +212,7 @@ class Ledger:
         self._decided.append((self.labels.iteration, event, actions))
 
     def decided_balance(self, event: BalanceEvent, actions: tuple[BalanceAction, ...] | None) -> None:
-        """The balancing policy was told, and answered."""
+        """A balancing policy was told, and answered; None: what is in force stays."""
         self._decided.append((self.labels.iteration, event, actions))
 
     def moved(self, stream: str, name: str, start_ns: int, end_ns: int, nbytes: int) -> None:
@@ -232,6 +228,14 @@ class Ledger:
     def spans(self) -> list[Span]:
         """All spans so far, in the order in which they ended."""
         return [Span(*span) for span in self._spans]
+
+    @property
+    def num_spans(self) -> int:
+        return len(self._spans)
+
+    def spans_from(self, first: int) -> list[Span]:
+        """All but the first so many of `spans`."""
+        return [Span(*span) for span in self._spans[first:]]
 
     @property
     def decisions(self) -> list[Decision]:
@@ -262,12 +266,13 @@ def _named(mesh: Mesh) -> tuple[str, ...]:
 
 
 def _describe(event: _Event, answer: _Answer) -> tuple[str, str]:
-    if isinstance(event, MovementTimed | GroupMeasured | ChangesMeasured):
-        actions = cast(tuple[BalanceAction, ...] | None, answer)
-        return describe_balance_event(event), describe_balance_actions(actions)
+    if isinstance(event, BalanceEvent):
+        balance = cast(tuple[BalanceAction, ...] | None, answer)
+        return describe_balance_event(event), describe_balance_actions(balance)
     if isinstance(answer, tuple):
-        moved = cast(tuple[OffloadAction, ...], answer)
-        return describe_offload_event(cast(OffloadEvent, event)), describe_offload_actions(moved)
+        return describe_offload_event(cast(OffloadEvent, event)), describe_offload_actions(
+            cast(tuple[OffloadAction, ...], answer)
+        )
     if isinstance(event, LayerRuns):
         return describe_layer_event(event), describe_action(answer)
     return describe_event(cast(CommEvent, event)), describe_action(answer)

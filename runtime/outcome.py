@@ -42,6 +42,9 @@ class RankReport:
     clock: str  # machines whose clocks are the same have the same
     steps_ns: list[tuple[int, int]]  # start and end of each step
     metrics: list[StepMetrics]
+    loss_weights: list[
+        float
+    ]  # of each step's loss in the mean over ranks; 1 where all have as many sequences
     laps: list[Lap]
     rows: list[LedgerRow]
     spans: list[Span]
@@ -114,10 +117,13 @@ def clock_name() -> str:
 def _mean_metrics(reports: Sequence[RankReport]) -> list[StepMetrics]:
     """Losses are means over ranks; a step takes as long as its slowest rank."""
     means = []
-    for steps in zip(*(report.metrics for report in reports), strict=True):
+    weights_of = zip(*(report.loss_weights for report in reports), strict=True)
+    for steps, weights in zip(
+        zip(*(report.metrics for report in reports), strict=True), weights_of, strict=True
+    ):
         slowest_s = max(step.iteration_s for step in steps)
         tokens = steps[0].tokens_per_s * steps[0].iteration_s
-        mean = sum(step.loss for step in steps) / len(steps)
+        mean = sum(step.loss * weight for step, weight in zip(steps, weights, strict=True)) / len(steps)
         means.append(replace(steps[0], loss=mean, iteration_s=slowest_s, tokens_per_s=tokens / slowest_s))
     return means
 

@@ -109,6 +109,13 @@ class ReplicatedEngine:
     def evaluate(self, batches: MicroBatches) -> Tensor:
         return evaluate_in_turn(self._model, batches, partial(num_right, self._model))
 
+    def take_sequences(self, count: int) -> None:
+        """Nothing here is of the size of a micro-batch."""
+
+    @property
+    def place(self) -> str:
+        return ""
+
     def begin_micro_batch(self, index: int, count: int) -> None:
         self._micro_batch, self._num_micro_batches = index, count
         if index == 0:
@@ -218,10 +225,6 @@ class ReplicatedEngine:
 
     def full_gradients(self) -> dict[str, Tensor]:
         return {name: gradient.clone() for name, gradient in self.gradients().items()}
-
-    @property
-    def place(self) -> str:
-        return ""
 
     def local_part(self, name: str, whole: Tensor) -> Tensor:
         return whole

@@ -96,6 +96,13 @@ class ShardedEngine:
     def evaluate(self, batches: MicroBatches) -> torch.Tensor:
         return evaluate_in_turn(self._model, batches, partial(num_right, self._model))
 
+    def take_sequences(self, count: int) -> None:
+        """Nothing here is of the size of a micro-batch."""
+
+    @property
+    def place(self) -> str:
+        return ""
+
     def begin_micro_batch(self, index: int, count: int) -> None:
         self._hooks.begin_micro_batch(index, count)
 
@@ -172,10 +179,6 @@ class ShardedEngine:
     def full_gradients(self) -> dict[str, torch.Tensor]:
         with self._ledger.set_up():
             return {name: _whole(p.grad) for name, p in self._parameters.items() if p.grad is not None}
-
-    @property
-    def place(self) -> str:
-        return ""
 
     def local_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         return whole

@@ -111,11 +111,11 @@ class Stack(nn.Module, ABC):
         flop_per_s: float | None,
         *,
         sequence: int,
-        micro: int,
         slow: Callable[[], float] | None = None,
         synchronize: Callable[[], None] | None = None,
     ) -> None:
-        """Make every unit take the time that its matmuls take at this rate (backward: twice that).
+        """Make every unit take the time that its matmuls take at this rate (backward: twice that), by how many
+        sequences it is given.
 
         All of the root's time is taken where its head is.
 
@@ -123,14 +123,14 @@ class Stack(nn.Module, ABC):
             flop_per_s: None: units take the time that they take.
             slow, synchronize: As of `Pace`: how many times as long units take now.
         """
-        block = sum(product.flop for product in block_matmuls(self.spec, sequence=sequence, micro=micro))
-        root = sum(product.flop for product in root_matmuls(self.spec, sequence=sequence, micro=micro))
+        block = sum(product.flop for product in block_matmuls(self.spec, sequence=sequence, micro=1))
+        root = sum(product.flop for product in root_matmuls(self.spec, sequence=sequence, micro=1))
 
         def pace(flop: int, *, recompute: bool) -> Pace:
-            forward_ns = None if flop_per_s is None else round(flop / flop_per_s * 1e9)
+            sequence_ns = None if flop_per_s is None else flop / flop_per_s * 1e9
             if slow is None:
-                return Pace(forward_ns, recompute=recompute)
-            return Pace(forward_ns, recompute=recompute, slow=slow, synchronize=synchronize)
+                return Pace(sequence_ns, recompute=recompute)
+            return Pace(sequence_ns, recompute=recompute, slow=slow, synchronize=synchronize)
 
         self._pace = pace(root, recompute=False)
         for each in self.stack():

@@ -13,15 +13,17 @@ from torch.distributed.tensor import DTensor
 from ..analysis.record import Decision
 from ..conf.compose import load_experiment, model_spec
 from ..conf.model_spec import ModelSpec
-from ..conf.schema import ExperimentConf, OffloadKind, Recompute
-from ..policies.balance import BalancePolicy, is_balance_event
-from ..policies.balance.build import balanced_work, build_balance
+from ..conf.schema import ExperimentConf, Launch, OffloadKind, Recompute
+from ..policies.balance import BalanceAction, BalancePolicy, StagesMeasured, is_balance_event
+from ..policies.balance.build import balanced_work, build_balance, build_shares
 from ..policies.comm import CommPolicy, build_comm
 from ..policies.layout import ParallelLayout, layout_of, replicas_of
 from ..policies.mesh import DATA, PIPELINE, TENSOR, Mesh
 from ..policies.offload import Kind
 from .balance.balancer import Balancer
+from .balance.batch import SequenceShares
 from .balance.build import build_balancer, build_rate
+from .balance.measured import available_bytes
 from .balance.straggle import Straggler, build_straggler
 from .case import Case
 from .checkpoint import (
@@ -42,6 +44,7 @@ from .interfaces import InterfaceBytes, read_interface
 from .interpreter import Interpreter
 from .laps import Laps
 from .layout.engine import LayoutEngine
+from .layout.pace import Rate
 from .layout.tokens import token_index
 from .learning_rate import learning_rate
 from .ledger import LIBRARY_STREAM, Ledger
@@ -78,6 +81,7 @@ class _Progress:
 
     metrics: list[StepMetrics] = field(default_factory=list)
     steps_ns: list[tuple[int, int]] = field(default_factory=list)
+    loss_weights: list[float] = field(default_factory=list)  # of each step's loss in the mean over ranks
     checkpoints: list[str] = field(default_factory=list)
     gradient_bytes: int = 0
     saved: SavedTensors | None = None  # of the first step
@@ -120,18 +124,31 @@ class Trainer:
         seen = replicas_of(experiment)
         policy, _ = build_comm(experiment.comm, num_ranks=seen.num_ranks, ranks_per_node=seen.ranks_per_node)
         mesh = Mesh.of(experiment.cluster, policy.hpz_size, layout.dims if layout is not None else ())
+        groups = context.groups(mesh)
         self.replicas, self._replica = mesh.data, mesh.index(DATA, context.rank)
         self.batches = build_batches(experiment, self.spec, rank=self._replica, num_ranks=self.replicas)
         self._tokens = None  # which of a sequence's tokens are here; None: all
         if layout is not None and layout.sequence > 1:
             self._tokens = token_index(layout, mesh, context.rank, self.sequence)
+        # what stages were measured to take, and the split that was answered; None: it was given
+        self._split: tuple[StagesMeasured, tuple[BalanceAction, ...] | None] | None = None
+        if (
+            layout is not None
+            and experiment.balance.name == "layers"
+            and not experiment.parallel.stage_layers
+        ):
+            experiment = self.experiment = self._split_stages(layout, groups)
+            layout = layout_of(experiment, self.spec)
         self._dropout_clocks: list[DropoutClock] = []
         self._models: list[Stack] = []  # the parts that are here
         self.ledger = Ledger(rank=context.rank, mesh=mesh)
         activate(self.ledger)
         self._work = None if undisturbed else balanced_work(experiment, self.spec, layout)
         self._balance = balance
-        self.engine: CommEngine = self._build_engine(layout, policy, context.groups(mesh), overlap=overlap)
+        self.engine: CommEngine = self._build_engine(layout, policy, groups, overlap=overlap)
+        self.shares: SequenceShares | None = None  # None: all replicas have as many sequences
+        if experiment.balance.name == "batch" and not undisturbed:
+            self.shares = self._new_shares(groups)
         self.optimizer = build_optimizer(
             experiment.optimizer,
             list(self.engine.parameters()),
@@ -171,6 +188,9 @@ class Trainer:
         with writer:
             if self.balancer is not None:
                 self.balancer.run_begins(self.first_step)
+            if self._split is not None:
+                self.ledger.at(iteration=self.first_step)
+                self.ledger.decided_balance(*self._split)
             for step in range(self.first_step, experiment.steps):
                 context.beat(step)
                 with self._measuring(step):
@@ -192,7 +212,8 @@ class Trainer:
         between forward and backward, and would pass for others.
         """
         conf = self.experiment
-        if step > self.first_step or conf.warmup_steps < 1 or conf.offload.active:
+        wanted = conf.warmup_steps >= 1 or self.shares is not None  # which must know what a sequence keeps
+        if step > self.first_step or not wanted or conf.offload.active:
             return nullcontext()
         self.progress.saved = SavedTensors(self._models)
         return self.progress.saved
@@ -201,6 +222,7 @@ class Trainer:
         """One optimizer step; raises if gradients are not finite where no loss scale can help."""
         accumulation = self.experiment.batch.accumulation
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
+        weight = self.shares.weight if self.shares is not None else 1.0
         rate = learning_rate(
             step,
             peak=self.experiment.optimizer.lr,
@@ -219,7 +241,7 @@ class Trainer:
             MicroBatches(
                 count=accumulation,
                 read=lambda index: self._on_device(self.batches.train(step, index)),
-                factor=scale / accumulation,
+                factor=scale * weight / accumulation,
                 clock=self.laps,
                 begins=lambda index: self._tell_dropout(step, index),
                 before_last_backward=self.offload.settle if self.offload is not None else nothing,
@@ -233,6 +255,8 @@ class Trainer:
             self.balancer.step_ends(step)
         if self.offload is not None:
             self.offload.stepped(step + 1, self._notes())
+        if self.shares is not None:
+            self._share(self.shares, step)
         end_ns = self.laps.stop("step")
         self.progress.steps_ns.append((start_ns, end_ns))
         seconds = (end_ns - start_ns) / 1e9
@@ -247,6 +271,7 @@ class Trainer:
             iteration_s=seconds,
             tokens_per_s=tokens_per_step / seconds,
         )
+        self.progress.loss_weights.append(weight)
         self.progress.metrics.append(metrics)
         return metrics
 
@@ -321,7 +346,9 @@ class Trainer:
 
     def _tell_dropout(self, step: int, micro_batch: int) -> None:
         """Masks follow from where a sequence stands in the step, whoever has it."""
-        first = (micro_batch * self.replicas + self._replica) * self.experiment.batch.micro
+        micro = self.experiment.batch.micro
+        mine = self.shares.mine.start if self.shares is not None else self._replica * micro
+        first = micro_batch * self.replicas * micro + mine
         for clock in self._dropout_clocks:
             clock.at(step=step, first_sequence=first)
 
@@ -339,12 +366,71 @@ class Trainer:
             model.emulate(
                 rate,
                 sequence=self.sequence,
-                micro=experiment.batch.micro,
                 slow=None if straggler is None else lambda: straggler.stretch,
                 synchronize=self._synchronize,
             )
         model.clock = self.laps
         return model
+
+    def _split_stages(self, layout: ParallelLayout, groups: Groups) -> ExperimentConf:
+        """The experiment with the numbers of blocks that fit how fast the stages are."""
+        from .balance.stages import measure_stages, with_split  # they lay a model out
+
+        experiment = self.experiment
+        policy, rate = build_shares(experiment, self.spec), experiment.cluster.emulated_flops_per_s
+        assert policy is not None
+        event = measure_stages(
+            experiment,
+            self.spec,
+            layout,
+            groups=groups,
+            device=self.context.device,
+            batch=self._on_device(self.batches.train(0, 0)),
+            rate=None if rate is None else Rate(rate),
+        )
+        split, answer = with_split(experiment, policy, event)
+        self._split = (event, answer)
+        return split
+
+    def _new_shares(self, groups: Groups) -> SequenceShares:
+        policy = build_shares(self.experiment, self.spec)
+        assert policy is not None
+        return SequenceShares(
+            policy,
+            groups=groups,
+            ledger=self.ledger,
+            laps=self.laps,
+            device=self.context.device,
+            period=self.experiment.balance.period,
+            micro=self.experiment.batch.micro,
+            micro_batches=self.experiment.batch.accumulation,
+            room=self._room,
+        )
+
+    def _share(self, shares: SequenceShares, step: int) -> None:
+        """Measure; from the next step on micro-batches may have other sizes."""
+        self.laps.lap("step")
+        self.ledger.at(iteration=step, phase="step", layer="")
+        if shares.step_done(step):
+            self.batches.take(shares.mine)
+            self.engine.take_sequences(len(shares.mine))
+
+    def _room(self) -> int:
+        """By how many sequences a micro-batch of this rank could grow: each keeps as much as one of the first step did,
+        while the device's memory, and this machine's, have so much left.
+        """
+        assert self.progress.saved is not None, "the first step was measured"
+        experiment, context = self.experiment, self.context
+        micro = experiment.batch.micro  # the first step is evenly split
+        each_bytes = max(1, -(-self.progress.saved.peak_bytes // micro))
+        here = len(self.shares.mine) if self.shares is not None else micro
+        states = local_bytes(self.engine.parameters()) + optimizer_bytes(self.optimizer)
+        held = states + self.progress.gradient_bytes + self.engine.secondary_bytes() + here * each_bytes
+        free = int(experiment.cluster.device_of(context.rank).memory_bytes) - held
+        if context.device.type == "cpu":
+            beside = context.num_ranks if experiment.launch is Launch.local else context.ranks_per_node
+            free = min(free, available_bytes() // beside)
+        return free // each_bytes
 
     def _build_engine(
         self, layout: ParallelLayout | None, policy: CommPolicy, groups: Groups, *, overlap: bool
@@ -496,6 +582,7 @@ class Trainer:
             clock=clock_name(),
             steps_ns=self.progress.steps_ns,
             metrics=self.progress.metrics,
+            loss_weights=self.progress.loss_weights,
             laps=self.laps.laps,
             rows=self.ledger.rows,
             spans=self.ledger.spans,

@@ -52,6 +52,15 @@ class CommEngine(Protocol):
         """
         ...
 
+    def take_sequences(self, count: int) -> None:
+        """From the next step on a micro-batch of this replica has so many sequences; in a validation as ever."""
+        ...
+
+    @property
+    def place(self) -> str:
+        """Where this rank stands on the axes that cut the model, such as "pipeline1"; "" if none does."""
+        ...
+
     def evaluate(self, batches: MicroBatches) -> torch.Tensor:
         """Forward without gradients. Summed over all ranks: [sum of the losses, answers told right], fp32."""
         ...
@@ -99,11 +108,6 @@ class CommEngine(Protocol):
 
     def secondary_bytes(self) -> int:
         """What this rank holds for hpZ."""
-        ...
-
-    @property
-    def place(self) -> str:
-        """Where this rank stands on the axes that cut the model, such as "pipeline1"; "" if none does."""
         ...
 
     def named_parameters(self) -> dict[str, nn.Parameter]:

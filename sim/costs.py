@@ -55,6 +55,7 @@ class Costs:
         )
         self.kernels = kernels_of(experiment)
         self._slowdowns: dict[str, float] = {}
+        self._others: dict[int, Costs] = {}  # of other numbers of sequences
         self._op_keys: dict[tuple[str, str], str] = {}
         self.codec_scale = 1.0  # of encoding and decoding, from `host.codec_step_ns`
         self._check_probe()
@@ -63,7 +64,9 @@ class Costs:
         """Wall time of `work` on one rank while all ranks do the same."""
         known = self._known.get(work)
         if known is None:
-            known = self._known[work] = max(0, round(self._find(work)))
+            of = self._of_sequences(work)
+            found = max(0, round(self._find(work))) if of is self else of.ns(work)
+            known = self._known[work] = found
         return known
 
     def slept_ns(self, work: Work) -> int:
@@ -71,7 +74,28 @@ class Costs:
         rate = self.cluster.emulated_flops_per_s
         if rate is None or work.kind != "compute":
             return 0
+        of = self._of_sequences(work)
+        if of is not self:
+            return of.slept_ns(work)
         return round(self.tally(work.key).flop / rate * 1e9)
+
+    def _of_sequences(self, work: Work) -> "Costs":
+        """Of micro-batches of another size; what was measured of `batch.micro` sequences takes in proportion."""
+        batch, count = self._experiment.batch, work.amount
+        if work.kind != "compute" or count in (0, batch.micro):
+            return self
+        if count not in self._others:
+            host = self.cluster.host
+            probed = {
+                key: round(ns * count / batch.micro) if "/" in key else ns
+                for key, ns in host.compute_ns.items()
+            }
+            cluster = replace(self.cluster, host=replace(host, compute_ns=probed))
+            experiment = replace(
+                self._experiment, cluster=cluster, batch=replace(batch, micro=count, global_sequences=None)
+            )
+            self._others[count] = Costs(experiment, self._spec, self._policy)
+        return self._others[count]
 
     @cached_property
     def computing(self) -> float:
@@ -130,6 +154,9 @@ class Costs:
         """How many times as long `work` takes while a collective runs; what was probed holds that already."""
         if work.kind != "compute" or not self.slows_down:
             return 1.0
+        of = self._of_sequences(work)
+        if of is not self:
+            return of.slowdown(work)
         known = self._slowdowns.get(work.key)
         if known is None:
             known = self._slowdowns[work.key] = self.device.slowdown(self.tally(work.key))

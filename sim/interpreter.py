@@ -42,8 +42,8 @@ class Work(NamedTuple):
     those are in fp32. A kernel that does several steps in one pass is charged by its steps, of which none reads what
     the one before it has made: `key` is `sum` (decode, add up) or `requantize` (decode, add up, encode).
     `traffic`: `amount` bytes read and written, as `key` says; those of `PASSES` are what a fused kernel would spare.
-    `compute`: `key` is such as "forward/block.0", or "forward/block.0#out" for a part of it. `step`: the
-    optimizer's. `fixed`: `amount` nanoseconds.
+    `compute`: `key` is such as "forward/block.0", or "forward/block.0#out" for a part of it, of a micro-batch of
+    `amount` sequences (0: batch.micro). `step`: the optimizer's. `fixed`: `amount` nanoseconds.
     """
 
     kind: str

@@ -1,6 +1,6 @@
 """The simulation of one experiment's segments: which ranks are simulated for all, on which machine, for how long."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from .interpreter import PASSES, Transfer
 from .ledger import Ledger, rank_classes, transfers_of
 from .levels import levels
 from .machine import Machine
+from .memory import MemoryPoint, memory_over_time
 from .program import Program
 from .topology import Topology
 
@@ -62,6 +63,7 @@ class Run:
     ) -> None:
         cluster = experiment.cluster
         _check_slowdown(experiment)
+        self.kinds: Sequence[int] = ()  # [ranks]: of equal ones ranks can be alike; (): all
         self.warnings: tuple[str, ...] = ()
         if policy is None:
             seen = replicas_of(experiment)
@@ -178,6 +180,15 @@ class Run:
             first += part.nodes
         return found
 
+    def memory_points(self) -> list[tuple[str, float, list[MemoryPoint]]]:
+        """(key of a device, its bytes, what a rank with it holds over a step), the fullest first: of the smallest."""
+        key, smallest, _ = min(self.experiment.cluster.kinds, key=lambda kind: kind[1].memory_bytes)
+        offload = self.engine.offload
+        near = offload.near_bytes() if offload is not None else None
+        unit_bytes = list(self.engine.unit_bytes.values())
+        points = memory_over_time(self.experiment, self.spec, self.policy, unit_bytes, near)
+        return [(key, smallest.memory_bytes, points)]
+
     def _codec_scale(self) -> float:
         """What brings the probed cost of all codec work of a step to the one that was measured in its place."""
         measured_ns = self.experiment.cluster.host.codec_step_ns
@@ -196,6 +207,8 @@ class Run:
         for programs in self._each:
             own = np.searchsorted(np.array(list(programs)), ranks, side="right")
             colours = colours * (len(programs) + 1) + own
+        if self.kinds:
+            colours = colours * (max(self.kinds) + 1) + np.array(self.kinds)
         blocks = [level.block for level in levels(cluster)]  # a rail's ranks too: they share its link
         meetings = {(t.axis, abs(t.peer)): None for t in self._transfers}
         return Fold(self.mesh, colours, meetings, blocks)

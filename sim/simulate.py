@@ -24,7 +24,6 @@ from .machine import ARRIVAL_SKEW_NS
 from .memory import (
     at_most,
     convention,
-    memory_over_time,
     out_of_far_memory,
     out_of_memory,
     over_budget,
@@ -53,6 +52,10 @@ def make_engine(setup: Setup) -> EngineModel:
         Engine.megatron: _megatron,
     }
     check_offload(setup.experiment)
+    if setup.experiment.balance.name == "batch":
+        from .balance.batch_engine import UnevenBatches
+
+        return UnevenBatches(setup, _fsdp2)
     which = setup.experiment.engine
     if which not in makers:
         raise ValueError(f"engine={which.value} is not simulated; use one of {[e.value for e in makers]}")
@@ -131,13 +134,22 @@ def _run(
     make_balance: Callable[[BlockWork], BalancePolicy] | None,
     balance_events: Sequence[Decision] | None,
 ) -> Run:
-    if not experiment.balance.of_tensor_ranks:
-        return Run(experiment, spec, policy, fold, make_engine)
-    from .balance.run import BalancedRun  # others do not import it
+    """Those that balance ranks are not imported where nothing is balanced."""
+    if experiment.balance.of_tensor_ranks:
+        from .balance.run import BalancedRun
 
-    return BalancedRun(
-        experiment, spec, policy, fold, make_engine, make_policy=make_balance, decisions=balance_events
-    )
+        return BalancedRun(
+            experiment, spec, policy, fold, make_engine, make_policy=make_balance, decisions=balance_events
+        )
+    if experiment.balance.name == "batch":
+        from .balance.batch import BatchRun
+
+        return BatchRun(experiment, spec, policy, fold, make_engine, balance_events or ())
+    if experiment.balance.name == "layers":
+        from .balance.stages import LayersRun
+
+        return LayersRun(experiment, spec, policy, fold, make_engine, balance_events or ())
+    return Run(experiment, spec, policy, fold, make_engine)
 
 
 def _simulated(run: Run, resolved: Mapping[str, Any] | None, git_commit: str) -> Record:
@@ -230,13 +242,14 @@ def _record(
     if bounds and stats["n"]:
         means = [iteration_stats(b, experiment.warmup_steps)["mean"] for b in (times, *bounds)]
         stats["high"], stats["low"] = max(means), min(means)
-    unit_bytes = list(run.engine.unit_bytes.values())
-    offload = run.engine.offload
-    near = offload.near_bytes() if offload is not None else None
-    points = memory_over_time(experiment, run.spec, run.policy, unit_bytes, near)
+    kinds = run.memory_points()
+    _, _, points = kinds[0]
     held, memory = at_most(points), MemoryClock(experiment.engine, points, nominal.fold)
-    key, smallest, _ = min(experiment.cluster.kinds, key=lambda kind: kind[1].memory_bytes)
-    error = out_of_memory(held, smallest.memory_bytes, points, key=f"cluster.{key}.memory_bytes")
+    errors = (
+        out_of_memory(at_most(own), nbytes, own, key=f"cluster.{key}.memory_bytes")
+        for key, nbytes, own in kinds
+    )
+    error = next((error for error in errors if error is not None), None)
     outside = _outside(run)
     if error is None and outside:
         error = out_of_far_memory(experiment, outside["far_memory_bytes"]["total"])

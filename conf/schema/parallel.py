@@ -20,6 +20,8 @@ class ParallelConf:
     data: int = -1  # replicas of the model; -1: the rest of the ranks
     pipeline: int = 1  # stages
     virtual_stages: int = 1  # parts of the model that one stage holds, with pipeline_schedule=interleaved
+    # blocks of each stage, the first one's first, with engine=fsdp2; null: equal numbers, or what balance=layers finds
+    stage_layers: list[int] | None = None
     pipeline_schedule: str = "1f1b"
     # sends and receives beside computation (Megatron-LM since 2023, there with interleaved only)
     pipeline_overlap: bool = False
@@ -49,6 +51,19 @@ class ParallelConf:
         ):
             value = getattr(self, key)
             require(value in legal, f"parallel.{key}", value, f"one of {list(legal)}")
+        given = self.stage_layers
+        require(
+            given is None or (len(given) == self.pipeline and all(n >= 1 for n in given)),
+            "parallel.stage_layers",
+            given,
+            f"null or parallel.pipeline={self.pipeline} numbers >= 1",
+        )
+        require(
+            given is None or self.virtual_stages == 1,
+            "parallel.stage_layers",
+            given,
+            f"null with parallel.virtual_stages={self.virtual_stages}",
+        )
         require(
             self.tensor_mode in TENSOR_MODES or ":" in self.tensor_mode,
             "parallel.tensor_mode",

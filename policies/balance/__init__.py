@@ -25,6 +25,7 @@ from .policy import (
     is_balance_event,
     parse_balance_event,
 )
+from .shares import ReplicasMeasured, ShareBlocks, ShareSequences, StagesMeasured, even_split, replica_ns
 from .work import BlockWork, Product, block_work, column_work
 
 __all__ = [
@@ -43,17 +44,23 @@ __all__ = [
     "MovementTimed",
     "Product",
     "Prune",
+    "ReplicasMeasured",
+    "ShareBlocks",
+    "ShareSequences",
+    "StagesMeasured",
     "balanced_work",
     "block_work",
     "build_balance",
     "column_work",
     "describe_balance_actions",
     "describe_balance_event",
+    "even_split",
     "is_balance_event",
     "kept_columns",
     "lend_plans",
     "moves",
     "parse_balance_event",
     "pretest_parts",
+    "replica_ns",
     "return_plans",
 ]

@@ -105,6 +105,8 @@ class Assignment:
 
     def _check(self, action: BalanceAction) -> None:
         ranks = range(self.work.ranks)
+        if not isinstance(action, Prune | Migrate):
+            raise ValueError(f"{action}: is not of ranks of a tensor group")
         named = (action.rank,) if isinstance(action, Prune) else (action.src, action.dst)
         for rank in named:
             if rank not in ranks:

@@ -7,7 +7,9 @@ from ...conf.schema import BalanceConf, ExperimentConf, Way
 from ..layout import ParallelLayout
 from ..loading import load_named
 from .assignment import Assignment
+from .batch import BalanceBatch
 from .decider import Decider
+from .layers import BalanceLayers
 from .migrate import MigratePolicy
 from .policy import BalanceAction, BalanceEvent, BalancePolicy, Migrate, Prune
 from .resize import ResizePolicy
@@ -93,3 +95,16 @@ class NamedPolicy:
         except ValueError as err:
             raise ValueError(f"{self._key}: {err}") from err
         return answer
+
+
+def build_shares(experiment: ExperimentConf, spec: ModelSpec) -> BalancePolicy | None:
+    """A new policy for all replicas of the model (balance=batch) or all stages (balance=layers); None: neither is
+    balanced.
+    """
+    conf, parallel = experiment.balance, experiment.parallel
+    if conf.name == "batch":
+        replicas = experiment.cluster.num_ranks // parallel.ranks_a_replica
+        return BalanceBatch(replicas=replicas, micro=experiment.batch.micro, slack=conf.slack)
+    if conf.name == "layers":
+        return BalanceLayers(stages=parallel.pipeline, layers=spec.layers, slack=conf.slack)
+    return None

@@ -1,12 +1,15 @@
 """What a policy for slow tensor-parallel ranks is told, and what it answers. A policy decides; engines carry out.
 
-Ranks are numbered within their tensor group. All ranks of a group are told the same, so all answer alike.
+Ranks are numbered within their tensor group. All ranks of a group are told the same, so all answer alike. Replicas and
+stages have words of their own (`shares`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Protocol
+
+from .shares import ReplicasMeasured, ShareBlocks, ShareSequences, StagesMeasured
 
 
 class Half(Enum):
@@ -67,7 +70,7 @@ class ChangesMeasured:
     changes: tuple[tuple[float, ...], ...]
 
 
-BalanceEvent = MovementTimed | GroupMeasured | ChangesMeasured
+BalanceEvent = MovementTimed | GroupMeasured | ChangesMeasured | ReplicasMeasured | StagesMeasured
 
 # ---- actions
 
@@ -96,22 +99,19 @@ class Migrate:
     units: int
 
 
-BalanceAction = Prune | Migrate
+BalanceAction = Prune | Migrate | ShareSequences | ShareBlocks
 
 
 class BalancePolicy(Protocol):
-    """One for each tensor group. It has a memory: same events in the same order, same answers, on every rank.
+    """One for each tensor group, or one for all replicas or stages. It has a memory: same events in the same order,
+    same answers, on every rank.
 
-    No clock, no I/O, no torch, no simpy, no randomness.
+    No clock, no I/O, no torch, no simpy, no randomness. A record also has `predicted_speedup`, where a policy has it: the
+    predicted time with nothing done over that with what is in force.
     """
 
     @property
     def name(self) -> str: ...
-
-    @property
-    def predicted_speedup(self) -> float | None:
-        """Of the last decision: predicted time with nothing done over that with what is in force; None: not said."""
-        ...
 
     def decide(self, event: BalanceEvent) -> tuple[BalanceAction, ...] | None:
         """All actions that are in force from the next step on; None: those that are stay. (): none is."""
@@ -119,6 +119,8 @@ class BalancePolicy(Protocol):
 
 
 # ---- words for a log
+
+_EVENTS = ("MovementTimed", "GroupMeasured", "ChangesMeasured", "ReplicasMeasured", "StagesMeasured")
 
 
 def describe_balance_event(event: BalanceEvent) -> str:
@@ -143,7 +145,7 @@ def describe_balance_actions(actions: Sequence[BalanceAction] | None) -> str:
 
 def is_balance_event(text: str) -> bool:
     """Whether `describe_balance_event` wrote it: a run's log holds what other policies were asked too."""
-    return text.partition("(")[0] in ("MovementTimed", "GroupMeasured", "ChangesMeasured")
+    return text.partition("(")[0] in _EVENTS
 
 
 def parse_balance_event(text: str) -> BalanceEvent:
@@ -160,7 +162,12 @@ def parse_balance_event(text: str) -> BalanceEvent:
         few, many = _ints(values["units"])
         short_ns, long_ns = _ints(values["time_ns"])
         return MovementTimed(Half(values["half"]), (few, many), (short_ns, long_ns))
+    if name == "StagesMeasured":
+        first_ns, last_ns = _ints(values["ends_ns"])
+        return StagesMeasured(_ints(values["block_ns"]), (first_ns, last_ns))
     step = int(values["step"])
+    if name == "ReplicasMeasured":
+        return ReplicasMeasured(step, _ints(values["compute_ns"]), _ints(values["room"]))
     if name == "GroupMeasured":
         return GroupMeasured(
             step, _ints(values["attention_ns"]), _ints(values["ffn_ns"]), _ints(values["free_bytes"])
@@ -183,4 +190,8 @@ def _describe(action: BalanceAction) -> str:
     if isinstance(action, Prune):
         what = f" in {action.product}" if action.product else ""
         return f"prune rank {action.rank} by {action.ratio:.4g}{what}"
+    if isinstance(action, ShareSequences):
+        return f"share sequences {'/'.join(map(str, action.counts))}"
+    if isinstance(action, ShareBlocks):
+        return f"share blocks {'/'.join(map(str, action.counts))}"
     return f"migrate {action.units} {action.half.value} from {action.src} to {action.dst}"

@@ -1,4 +1,4 @@
-"""The predicted fastest of a grid of answers: pruning by given ratios, and a share of the lossless moves of each half."""
+"""The predicted fastest of a grid of answers: pruning by given ratios, and a share of each half's lossless moves."""
 
 import itertools
 from collections.abc import Mapping, Sequence

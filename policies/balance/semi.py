@@ -1,4 +1,4 @@
-"""balance=semi: for each slow rank, how much it prunes, how much it lends and to whom, for the earliest end of a step."""
+"""balance=semi: for each slow rank, how much it prunes, how much it lends and to whom: the earliest end of a step."""
 
 from ...conf.schema import BalanceConf
 from .budget import AccuracyBudget

@@ -1,7 +1,7 @@
 """How fast the ranks of a group are, from times that noise makes uncertain, and which of them are stragglers.
 
-Logarithms are compared, for a rank is slow by a factor. What slows all ranks alike (the median of all) is taken off, for
-no ratio changes by it; then each rank is averaged from its own last change on.
+Logarithms are compared, for a rank is slow by a factor. What slows all ranks alike (the median of all) is taken off,
+for no ratio changes by it; then each rank is averaged from its own last change on.
 """
 
 import math

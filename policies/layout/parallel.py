@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from ...conf.model_spec import ModelSpec
 from ...conf.schema import ParallelConf
+from ..balance.shares import even_split
 from ..mesh import DATA, PIPELINE, SEQUENCE, Dims, divisors
 from ..plan import Plan, Reduce, ReduceOp, SendRecv
 from .border import Border, Cut
@@ -31,6 +32,7 @@ class ParallelLayout:
         sequence: Ranks over which the tokens of a sequence lie, apart from the tensor groups; 1: none.
         attention: Plans of attention over them.
         chunks: Parts of the model that a stage holds.
+        stage_layers: Blocks of each stage; (): equal numbers.
     """
 
     mode: TensorMode
@@ -44,6 +46,7 @@ class ParallelLayout:
     num_layers: int
     tied: bool
     outline: Outline
+    stage_layers: tuple[int, ...] = ()
     _known: dict[LayoutEvent | LayerRuns, Plan | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -69,7 +72,12 @@ class ParallelLayout:
     # ---- what lies where
 
     def layers(self, stage: int, chunk: int) -> range:
-        """Blocks of a chunk of a stage: part chunk * stages + stage of as many equal runs."""
+        """Blocks of a chunk of a stage: part chunk * stages + stage of as many runs, which are equal unless
+        `stage_layers` says otherwise.
+        """
+        if self.stage_layers:
+            first = sum(self.stage_layers[:stage])
+            return range(first, first + self.stage_layers[stage])
         each = self.num_layers // (self.stages * self.chunks)
         first = (chunk * self.stages + stage) * each
         return range(first, first + each)
@@ -172,10 +180,12 @@ def build_parallel(
     micro: int,
     micro_batches: int,
     sequence: int,
+    uneven: bool = False,
 ) -> ParallelLayout:
     """The layout that `conf` describes, with every size that must divide checked.
 
     Args:
+        uneven: Stages may have different numbers of blocks: about equal ones where `conf.stage_layers` is null.
         micro: Sequences of a micro-batch, of one replica of the model.
         micro_batches: Of a step.
         sequence: Tokens of a sequence.
@@ -220,10 +230,12 @@ def build_parallel(
         chunks=conf.virtual_stages,
         micro_batches=micro_batches,
     )
-    if spec.layers % (conf.pipeline * conf.virtual_stages):
+    stage_layers = _stage_layers(conf, spec.layers, uneven=uneven)
+    if not stage_layers and spec.layers % (conf.pipeline * conf.virtual_stages):
         raise ValueError(
             f"parallel.pipeline={conf.pipeline} times parallel.virtual_stages={conf.virtual_stages} must divide "
-            f"model.layers={spec.layers}; their product can be one of {divisors(spec.layers)}"
+            f"model.layers={spec.layers}; their product can be one of {divisors(spec.layers)}, or give "
+            "parallel.stage_layers"
         )
     if conf.pipeline > 1 and micro_batches < conf.pipeline:
         raise ValueError(
@@ -243,7 +255,26 @@ def build_parallel(
         num_layers=spec.layers,
         tied=spec.tied_embeddings,
         outline=laid,
+        stage_layers=stage_layers,
     )
+
+
+def _stage_layers(conf: ParallelConf, layers: int, *, uneven: bool) -> tuple[int, ...]:
+    """Of each stage; (): equal numbers."""
+    given = conf.stage_layers
+    if given is not None and sum(given) != layers:
+        raise ValueError(
+            f"parallel.stage_layers={list(given)} has {sum(given)} blocks: must be model.layers={layers} of them"
+        )
+    if given is not None:
+        return tuple(given)
+    if not uneven:
+        return ()
+    if layers < conf.pipeline:
+        raise ValueError(
+            f"parallel.pipeline={conf.pipeline} must be at most model.layers={layers}: each stage holds a block"
+        )
+    return even_split(layers, conf.pipeline)
 
 
 def layout_dims(conf: ParallelConf, mode: TensorMode, *, num_ranks: int) -> Dims:

@@ -25,6 +25,7 @@ def layout_of(experiment: ExperimentConf, spec: ModelSpec) -> ParallelLayout | N
         micro=batch.micro,
         micro_batches=batch.accumulation,
         sequence=batch.sequence or spec.sequence,
+        uneven=experiment.balance.name == "layers",
     )
 
 

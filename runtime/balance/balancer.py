@@ -45,8 +45,8 @@ class BalanceReport:
 
     Attributes:
         ranks: Of the tensor group.
-        periods: Steps that were done, times and free memory of all ranks, what is in force from then on, and what the policy
-            predicts of it (None: it does not say).
+        periods: Steps that were done, times and free memory of all ranks, what is in force from then on, and
+            what the policy predicts of it (None: it does not say).
         gather_s, decide_s: Of each period: until all had told their times, which is mostly a wait for the slowest; and
             what deciding took.
     """

@@ -22,8 +22,8 @@ from .movements import Moving
 def time_movements(balanced: Balanced, *, device: torch.device) -> list[MovementTimed]:
     """One event for each half of which there is a unit; to be called on all ranks, of all tensor groups, at once.
 
-    Set-up traffic: it leaves no rows. The first rank of each group lends as many units as `pretest_parts` says, twice, and gets
-    them back; one movement before them is not timed.
+    Set-up traffic: it leaves no rows. The first rank of each group lends as many units as `pretest_parts` says, twice,
+    and gets them back; one movement before them is not timed.
     """
     found = []
     ledger = balanced.ledger

@@ -30,7 +30,7 @@ from ..micro_batches import (
 from ..optim.norms import Holders, square_sums
 from ..stack import Stack
 from ..wrap import PassEngine
-from .layout import LaidOut, parameters_of
+from .layout import LaidOut, parameters_of, tell_places
 from .stages import tied_name
 from .tied import exchange
 
@@ -79,9 +79,8 @@ class LayoutEngine:
         self._device, self._dtype = device, dtype
         self._stage = self._mesh.index(PIPELINE, groups.rank)
         self._is_last = any(part.model.is_last for part in parts)
-        self._shape = activation_shape(
-            layout, self._mesh, micro=micro, tokens=tokens, hidden=parts[0].model.spec.hidden
-        )
+        self._tokens = tokens
+        self._eval_shape = self._shape = self._shape_of(micro)
         self._pipeline: Pipeline | None = None
         replicas = self._mesh.num_replicas
         # whether a rank lacks some of the gradients
@@ -95,6 +94,18 @@ class LayoutEngine:
         self._losses: list[Tensor] = []
         self._ran: list[Pass] = []
         self._idle_ns = 0  # since when no pass has run
+
+    def take_sequences(self, count: int) -> None:
+        """Messages between stages have another size then, of which torch's schedule must be told anew."""
+        for part in self._parts:
+            tell_places(
+                part.model, self._layout, self._mesh, self._groups.rank, micro=count, sequence=self._tokens
+            )
+        self._shape, self._pipeline = self._shape_of(count), None
+
+    def _shape_of(self, sequences: int) -> tuple[int, int, int]:
+        hidden = self._parts[0].model.spec.hidden
+        return activation_shape(self._layout, self._mesh, micro=sequences, tokens=self._tokens, hidden=hidden)
 
     # ---- a step
 
@@ -321,7 +332,7 @@ class LayoutEngine:
             for part in self._parts:
                 self._ledger.at(phase="eval", layer=self._name(Pass(index, part.chunk, backward=False)))
                 if not part.model.is_first:
-                    inputs = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+                    inputs = torch.empty(self._eval_shape, dtype=self._dtype, device=self._device)
                     dist.recv(inputs, before, group=pipeline.handle, tag=_EVAL_TAG)
                 output: Tensor = part.engine.model(inputs, targets=targets)
                 if part.model.is_last:
@@ -349,6 +360,7 @@ class LayoutEngine:
 
     @property
     def place(self) -> str:
+        """Where this rank stands on the axes that cut the model, such as "pipeline1"; "" if none does."""
         axes = [axis for axis, size in self._mesh.dims if size > 1 and axis not in (DATA, SEQUENCE)]
         return ".".join(f"{axis}{self._mesh.index(axis, self._groups.rank)}" for axis in reversed(axes))
 

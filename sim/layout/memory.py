@@ -22,12 +22,14 @@ from .shapes import BEFORE, BEHIND, BLOCK
 
 def layout_memory(experiment: ExperimentConf, spec: ModelSpec, policy: CommPolicy) -> list[MemoryPoint]:
     """Of the first rank of the first stage, which has the most micro-batches in flight, and of the last, which has the
-    logits: pass by pass, and unit by unit in the order of computation.
+    logits (of all stages, where they hold different numbers of blocks): pass by pass, and unit by unit in the order of
+    computation.
     """
     device = Device(experiment.cluster.device, element_bytes=experiment.precision.element_bytes)
     model = LaidModel(experiment, spec, device, kernels_of(experiment))
-    ends = dict.fromkeys((0, model.layout.stages - 1))
-    return [point for stage in ends for point in _Stage(experiment, model, policy, stage).points()]
+    layout = model.layout
+    shown = range(layout.stages) if layout.stage_layers else dict.fromkeys((0, layout.stages - 1))
+    return [point for stage in shown for point in _Stage(experiment, model, policy, stage).points()]
 
 
 class _Stage:

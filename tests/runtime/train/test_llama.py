@@ -119,7 +119,7 @@ def test_recompute_laps_and_pace_do_not_change_the_gradients() -> None:
     model = Llama(spec(), seed=0, recompute=True)
     clock = Laps()
     model.clock = clock
-    model.emulate(1e10, sequence=17, micro=3)
+    model.emulate(1e10, sequence=17)
     clock.start()
     for one, other in zip(expected, gradients(model), strict=True):
         assert one is not None

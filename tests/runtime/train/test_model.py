@@ -86,7 +86,7 @@ def test_recompute_laps_and_pace_do_not_change_the_gradients():
     loss, expected = gradients(GPT(spec, seed=0))
     model = GPT(spec, seed=0, recompute=True)
     model.clock = Laps()
-    model.emulate(1e9, sequence=17, micro=2)
+    model.emulate(1e9, sequence=17)
     model.clock.start()
     again, got = gradients(model)
     assert again == loss
@@ -99,7 +99,7 @@ def test_a_paced_unit_takes_its_time_and_laps_add_up():
     gradients(model)
     clock = Laps()
     model.clock = clock
-    model.emulate(1e7, sequence=17, micro=2)  # much longer than a busy machine needs for it
+    model.emulate(1e7, sequence=17)  # much longer than a busy machine needs for it
     fastest = {}
     for _ in range(3):  # a neighbour can only make it longer
         clock.laps.clear()

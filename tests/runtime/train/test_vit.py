@@ -96,7 +96,7 @@ def test_recompute_laps_and_pace_do_not_change_the_gradients() -> None:
     model = ViT(spec(), seed=0, recompute=True)
     clock = Laps()
     model.clock = clock
-    model.emulate(1e10, sequence=10, micro=5)
+    model.emulate(1e10, sequence=10)
     clock.start()
     again, got = gradients(model)
     assert again == loss

@@ -1,5 +1,7 @@
 """One straggler among 8 V100 with the models of SEMI-migration's code: how near the closed forms a simulation comes."""
 
+from typing import ClassVar
+
 import pytest
 
 from twinbed.conf.compose import compose
@@ -76,7 +78,7 @@ def test_without_balance_only_products_take_chi_times(chi):
 
     class Watch:
         name = "watch"
-        events = []
+        events: ClassVar[list] = []
 
         def decide(self, event):
             self.events.append(event)
@@ -102,7 +104,7 @@ def test_real_links_leave_most_of_it(proportional):
 
 def test_a_group_of_two_kinds_of_gpus_is_seen_as_one_with_stragglers(proportional):
     class Watch(proportional):
-        events = []
+        events: ClassVar[list] = []
 
         def decide(self, event):
             self.events.append(event)

@@ -1,0 +1,161 @@
+"""Uneven stages: gradients of one process, whatever the split; and a checkpoint that another split goes on with."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from twinbed.analysis.record import read_record
+from twinbed.conf.compose import compose
+from twinbed.runtime.case import Case
+from twinbed.runtime.checkpoint import check_resume
+from twinbed.runtime.launcher import launch_local
+
+KIND = f"{Path(__file__).with_name('share_cases.py')}:train"
+SMALL = (
+    "target=runtime",
+    "model.layers=4",
+    "model.hidden=32",
+    "model.heads=4",
+    "data=synthetic",
+    "cluster.shaped=false",
+    "cluster.nodes=1",
+    "precision=fp32",
+    "warmup_steps=0",
+    "batch.accumulation=3",
+    "train.gradient_clipping=1.0",
+    "train.dropout=0.1",
+    "optimizer.lr=0.003",
+    "steps=20",
+)
+MODELS = {
+    "gpt": ("model=gpt", "model.vocab=61", "model.sequence=12", "model.tied_embeddings=true"),
+    "vit": ("model=vit_tiny", "model.extra.patch=7"),
+}
+# name: (ranks, keys)
+LAYOUTS = {
+    "three": (3, ("parallel.pipeline=3", "comm=ddp", "batch.micro=2", "parallel.stage_layers=[1,2,1]")),
+    "gpipe": (
+        4,
+        (
+            "parallel.pipeline=2",
+            "comm=zero3",
+            "batch.micro=1",
+            "parallel.pipeline_schedule=gpipe",
+            "parallel.stage_layers=[1,3]",
+        ),
+    ),
+    "1d": (4, ("parallel.pipeline=2", "parallel.tensor=2", "batch.micro=2", "parallel.stage_layers=[3,1]")),
+}
+CASES = [("gpt", "three"), ("gpt", "gpipe"), ("gpt", "1d"), ("vit", "three"), ("vit", "1d")]
+RESUMED = [(comm, optimizer) for comm in ("ddp", "zero3", "ps") for optimizer in ("adamw", "lamb")]
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def launch(folder, cases):
+    cluster = cases[0][1].experiment.cluster
+    outcome = launch_local(
+        folder,
+        cluster=cluster,
+        cases=[
+            Case(name=name, folder=name, experiment=c.resolved, kind=kind, options=options)
+            for name, c, kind, options in cases
+        ],
+        timeout_s=240,
+        show_progress=False,
+    )
+    assert outcome.status == "ok", outcome.error
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("launch")
+    for ranks in (3, 4):
+        cases = []
+        for model, layout in CASES:
+            count, keys = LAYOUTS[layout]
+            if count == ranks:
+                composed = compose([*MODELS[model], *SMALL, *keys, f"cluster.devices_per_node={ranks}"])
+                cases.append((f"{model} {layout}", composed, KIND, {"gradients": True}))
+        launch(folder / str(ranks), cases)
+    whole = [
+        (
+            model,
+            compose([*keys, *SMALL, "batch.micro=2", "comm=ddp", "cluster.devices_per_node=1"]),
+            KIND,
+            {"gradients": True},
+        )
+        for model, keys in MODELS.items()
+    ]
+    launch(folder / "1", whole)
+    return folder
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_gradients_and_losses_are_those_of_one_process(folder, model, layout):
+    (ranks, _), name = LAYOUTS[layout], f"{model} {layout}"
+    record, one = read_record(folder / str(ranks) / name), read_record(folder / "1" / model)
+    assert record.result["loss"] == pytest.approx(one.result["loss"], rel=3e-5)
+    wanted = torch.load(folder / "1" / model / "gradients.0.pt")
+    found = [torch.load(folder / str(ranks) / name / f"gradients.{rank}.pt") for rank in range(ranks)]
+    for step in range(3):
+        together = {}
+        for of_rank in found:
+            together |= of_rank[step]
+        assert set(together) == set(wanted[step])
+        whole = sum(float(g.square().sum()) for g in wanted[step].values())
+        apart = sum(float((together[key] - g).square().sum()) for key, g in wanted[step].items())
+        assert (apart / whole) ** 0.5 < 1e-5, f"step {step}"
+
+
+def test_another_split_goes_on_from_a_checkpoint(tmp_path):
+    four = ("cluster.devices_per_node=4", "parallel.pipeline=2", "batch.micro=2", "steps=6")
+    cases = []
+    for comm, optimizer in RESUMED:
+        keys = (*MODELS["gpt"], *SMALL, *four, f"comm={comm}", f"optimizer={optimizer}")
+        first = compose([*keys, "train.save_every=3", "parallel.stage_layers=[3,1]"])
+        again = compose([*keys, "parallel.stage_layers=[1,3]"])
+        name = f"{comm} {optimizer}"
+        again.resolved["train"]["resume_from"] = str(tmp_path / name / "checkpoints/step_00000003")
+        cases += [(name, first, "train", {}), (f"{name} again", again, "train", {})]
+    launch(tmp_path, cases)
+    for comm, optimizer in RESUMED:
+        name = f"{comm} {optimizer}"
+        whole, again = (read_record(tmp_path / each).result["loss"] for each in (name, f"{name} again"))
+        assert again == pytest.approx(whole[3:], rel=1e-6), name
+    checkpoint = tmp_path / "ddp adamw/checkpoints/step_00000003"
+    manifest = json.loads((checkpoint / "twinbed.json").read_text())
+    assert manifest["parallel"] == {"pipeline": 2, "stage_layers": [3, 1]}
+    resumed = f"train.resume_from={checkpoint}"
+    keys = (*MODELS["gpt"], *SMALL, "batch.micro=2", "comm=ddp", resumed)
+    check_resume(compose([*keys, *four, "balance=layers"]).experiment)
+    with pytest.raises(ValueError, match="written with parallel.pipeline=2; parallel.pipeline=1 here"):
+        check_resume(compose([*keys, "cluster.devices_per_node=1"]).experiment)
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on_with_its_split(tmp_path):
+    """Which had optimizer states of layouts by the number of the parameter on its rank."""
+    keys = (
+        *MODELS["gpt"],
+        *SMALL,
+        "cluster.devices_per_node=2",
+        "parallel.pipeline=2",
+        "batch.micro=2",
+        "steps=4",
+        "comm=ddp",
+    )
+    first, again, other = (
+        compose([*keys, *more]) for more in (("train.save_every=2",), (), ("parallel.stage_layers=[3,1]",))
+    )
+    for later in (again, other):
+        later.resolved["train"]["resume_from"] = str(tmp_path / "first/checkpoints/step_00000002")
+    launch(
+        tmp_path,
+        [("first", first, f"{KIND.rpartition(':')[0]}:train_as_before", {}), ("again", again, "train", {})],
+    )
+    whole, resumed = (read_record(tmp_path / name).result["loss"] for name in ("first", "again"))
+    assert resumed == pytest.approx(whole[2:], rel=1e-6)
+    with pytest.raises(AssertionError, match=r"stages held \[2, 2\] blocks.*give parallel.stage_layers"):
+        launch(tmp_path, [("other", other, "train", {})])
