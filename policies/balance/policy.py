@@ -106,8 +106,8 @@ class BalancePolicy(Protocol):
     """One for each tensor group, or one for all replicas or stages. It has a memory: same events in the same order,
     same answers, on every rank.
 
-    No clock, no I/O, no torch, no simpy, no randomness. A record also has `predicted_speedup`, where a policy has it: the
-    predicted time with nothing done over that with what is in force.
+    No clock, no I/O, no torch, no simpy, no randomness. A record also has `predicted_speedup`, where a policy has it:
+    the predicted time with nothing done over that with what is in force.
     """
 
     @property
