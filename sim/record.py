@@ -77,12 +77,12 @@ def collector_paused() -> Iterator[None]:
 
 
 def _decisions(run: Run) -> list[Decision]:
-    """Of rank 0: all ranks run one program, so they decide alike."""
+    """Of rank 0, as which all ranks decide; and those by which groups of their own do."""
     decisions: list[Decision] = []
     for segment, decided in zip(run.segments, run.decided, strict=True):
         if decided:
             decisions += map(Decision, repeat(0), repeat(segment.iteration), *zip(*decided, strict=True))
-    return decisions
+    return [*decisions, *run.decided_apart]
 
 
 def _spans(run: Run, nominal: Simulated) -> list[Span]:

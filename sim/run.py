@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import simpy
 
+from ..analysis.record import Decision
 from ..conf.model_spec import ModelSpec
 from ..conf.schema import Backend, ClusterConf, Engine, ExperimentConf, Precision, SlowdownBy
 from ..policies.comm import CommPolicy, build_comm
@@ -85,6 +86,7 @@ class Run:
         self.mesh = self.engine.mesh
         self.ledger = Ledger(self.mesh)
         self.decided: list[list[tuple[str, str]]] = []  # for each segment
+        self.decided_apart: list[Decision] = []  # by other ranks than the first, on their own
         self.befores: list[State] = []  # with what each segment begins
         self.segments = self._segments()
         self.codec_scale = self._codec_scale()

@@ -183,13 +183,8 @@ def check_plans(experiment: ExperimentConf, *, spec: ModelSpec, policy: CommPoli
     """Refuse a policy whose plans cannot be carried out, without simulating anything.
 
     Raises:
-        ValueError: Naming the plan and its step; or, with target=both, that the ledger would be too long, or that
-            balancing is not simulated so.
+        ValueError: Naming the plan and its step; or, with target=both, that the ledger would be too long.
     """
-    if experiment.target is Target.both and experiment.balance.of_tensor_ranks:
-        from .balance.run import check_way
-
-        check_way(experiment)
     train = replace(experiment.train, eval_every=min(experiment.train.eval_every, 1))
     few = replace(experiment, train=train, steps=2)  # programs repeat themselves from the second step on
     run = Run(few, spec, policy, None, make_engine)

@@ -96,7 +96,7 @@ class Search:
             time_ns * (1 - ratios.get(rank, 0.0)) for rank, time_ns in enumerate(self._speeds.unit_ns[half])
         ]
         # a rank that computed nothing at all would never be seen to recover
-        at_least = int(half is Half.ffn)
+        at_least = int(half is Half.ffn or work.by_columns)
         lendings = lend(unit_ns, work.units[half], self._room[half], shares, at_least=at_least)
         return [
             (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ...conf.schema import BalanceConf, Way
+from ...conf.schema import BalanceConf
 from ...policies.balance import Assignment, BlockWork, Half, Product
 from ..collectives import Collectives
 from ..groups import Groups
@@ -55,7 +55,7 @@ class BalancedBlock:
     def begins(self) -> None:
         """What is lent is on its way before this block computes; that of the next one too, if its weights are there."""
         balanced = self._balanced
-        if not torch.is_grad_enabled() or balanced.assignment.is_even:
+        if not torch.is_grad_enabled() or balanced.assignment.is_even or balanced.work.by_columns:
             return
         if self.is_first or not balanced.ahead:
             self.lend()
@@ -78,9 +78,6 @@ class Balanced:
         dtype: In which weights are computed with.
         seed: Of random selections.
         rate: How long products take; it measures them, too.
-
-    Raises:
-        ValueError: If units are to move in a way that is not carried out.
     """
 
     def __init__(
@@ -95,10 +92,6 @@ class Balanced:
         seed: int = 0,
         rate: "Rate | None" = None,
     ) -> None:
-        if conf.moves and conf.way is not Way.paired:
-            raise ValueError(
-                f"balance.way={conf.way.value} with target=runtime: must be paired, the only way that it has"
-            )
         self.conf, self.work, self.ledger = conf, work, ledger
         self.movements = Movements(groups, ledger, collectives)
         self.dtype, self.rate = dtype, rate

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...conf.schema import PrunedState, Selection
+from ...conf.schema import PrunedState, Selection, Way
 from ...policies.balance import (
     MEASURE_STREAM,
     Assignment,
@@ -93,7 +93,7 @@ class Balancer:
 
     def run_begins(self, first_step: int) -> None:
         """Before the first step, on all ranks at once: movements are timed where units may move."""
-        if not (self._conf.moves and self._conf.pretest):
+        if not (self._conf.moves and self._conf.pretest) or self._conf.way is not Way.paired:
             return
         self._ledger.at(iteration=first_step, phase="setup", layer="")
         for event in time_movements(self.balanced, device=self._device):

@@ -56,9 +56,6 @@ def build_balancer(
 
     Args:
         rate: With a stopwatch.
-
-    Raises:
-        ValueError: If units are to move in a way that is not carried out.
     """
     assert rate.stopwatch is not None, "products are timed where they are balanced"
     cluster = experiment.cluster

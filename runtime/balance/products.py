@@ -10,12 +10,14 @@ from torch.nn import functional
 from ...conf.schema import BalanceConf
 from ...kernels.pruned import pruned_matmul
 from ...policies.balance import Assignment, Half, Product
+from .columns import ByColumns
 from .held import HeldHalf, Source
 from .imputation import Filler
 from .repeat import repeated
 from .selection import Columns
 
 if TYPE_CHECKING:
+    from ..layout.autograd import Program
     from ..layout.pace import Rate
 
 
@@ -52,6 +54,7 @@ class BalancedProduct:
         self._fill_x = Filler(conf.imputation, of_input=True)
         self._fill_w = [Filler(conf.imputation, of_input=False) for _ in weights]
         self.looks = False  # at the weights, in the next forward with gradients
+        self._columns = ByColumns(product, conf.way, place)
 
     @property
     def half(self) -> Half:
@@ -69,6 +72,17 @@ class BalancedProduct:
             self._rate is not None and self._rate.straggler is not None and self._rate.straggler.repeats > 0
         )
         return self.held.moves or self.kept is not None or remembers or repeats
+
+    @property
+    def by_columns(self) -> "ByColumns":
+        """How the product is computed while columns of it migrate."""
+        return self._columns
+
+    def migrates_columns(self) -> "Program | None":
+        """A forward begins: what it is to be computed by; None: no rank lends columns of this product."""
+        if not torch.is_grad_enabled():
+            return None
+        return self._columns.program(self._assignment())
 
     @property
     def kept(self) -> tuple[int, ...] | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...policies.balance import Half
 from ...policies.plan import Plan
 from .functions import Context
 from .interpreter import LayerInterpreter
@@ -29,6 +30,7 @@ class Program:
         widths: Features of each part of the output; () is one part.
         runs: Runs of the output's features that each hold as large a share of every part.
         bias_in_runs: Biases come in them too, as they are cut like the matrix; else they lie as the output does.
+        half: Of a block whose products are measured.
     """
 
     interpreter: LayerInterpreter
@@ -41,6 +43,7 @@ class Program:
     widths: tuple[int, ...] = ()
     runs: int = 1
     bias_in_runs: bool = False
+    half: Half | None = None
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The parts of the output."""
@@ -122,6 +125,7 @@ class _Planned(torch.autograd.Function):
             label=program.label,
             context=program.context,
             keep={program.output, *program.saved},
+            half=program.half,
         )
         # What was given is kept as it was given: a parameter's memory may be let go until backward.
         kept = {
@@ -152,6 +156,7 @@ class _Planned(torch.autograd.Function):
             label=program.label,
             context=program.context,
             keep={f"d{name}" for name in ctx.parts},
+            half=program.half,
         )
         found: list[Tensor | None] = [None]  # of `program`
         for name, some in ctx.parts.items():

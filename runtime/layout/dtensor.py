@@ -162,6 +162,10 @@ class _Styled:
     rate: Rate | None
     balanced: BalancedProduct | None
 
+    def parameters(self) -> tuple[Tensor, ...]:
+        """This rank's parts, as they are now: of the matrices, then of their biases."""
+        return tuple(source() for source in (*self.weights, *self.biases))
+
     def seen(self, part: Tensor, placement: Placement) -> DTensor:
         return DTensor.from_local(part, self.mesh, [placement], run_check=False)
 
@@ -188,6 +192,9 @@ class _Columns(_Styled):
     """Matrices that are cut by their outputs. The gradient of the input is a sum, taken once for all of them."""
 
     def __call__(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
+        program = None if self.balanced is None else self.balanced.migrates_columns()
+        if program is not None:
+            return program(x_BTD, *self.parameters())
         with self.scope.forward():
             needs = x_BTD.requires_grad
             x = self.seen(self.scope.ends(x_BTD) if needs else x_BTD, Replicate())
@@ -209,6 +216,9 @@ class _Rows(_Styled):
     """A matrix that is cut by its inputs."""
 
     def __call__(self, x_BTF: Tensor) -> tuple[Tensor, ...]:
+        program = None if self.balanced is None else self.balanced.migrates_columns()
+        if program is not None:
+            return program(x_BTF, *self.parameters())
         with self.scope.forward():
             if self.balanced is not None and self.balanced.begins():
                 (part,) = self.balanced.outputs(x_BTF)

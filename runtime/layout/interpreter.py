@@ -5,13 +5,15 @@ stands, and waited for by the steps that wait for it in the plan. Every collecti
 ledger, at the place of its start.
 """
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from ...policies.balance import Half
 from ...policies.plan import (
     AllGather,
     AllReduce,
@@ -74,6 +76,7 @@ class LayerInterpreter:
         label: str,
         context: Context,
         keep: Collection[str],
+        half: Half | None = None,
     ) -> dict[str, Tensor]:
         """The operands that the plan ends with.
 
@@ -83,11 +86,12 @@ class LayerInterpreter:
             context: What functions know beside their operands.
             keep: Operands that are wanted; others are let go after the last step that reads them. One that the plan
                 does not write on this rank, such as a sum whose root is another rank, is not in the result.
+            half: Of a balanced block, to whose products the plan's belong.
 
         Raises:
             ValueError: If a step reads what no step has written, or a size does not divide.
         """
-        return _Run(self, plan, operands, label, context, keep).all()
+        return _Run(self, plan, operands, label, context, keep, half).all()
 
 
 @dataclass(slots=True)
@@ -105,6 +109,7 @@ class _Run:
     label: str
     context: Context
     keep: Collection[str]
+    half: Half | None
     values: dict[str, Tensor] = field(init=False)
     under_way: dict[int, _UnderWay] = field(default_factory=dict, init=False)
     last_read: dict[str, int] = field(default_factory=dict, init=False)
@@ -150,11 +155,28 @@ class _Run:
         rate = self.interpreter.rate
         if rate is None:
             return self._local(step)
+        half = self.half if isinstance(step, Multiply) else None
         began_ns = time.monotonic_ns()
+        mark = rate.stopwatch.mark() if rate.stopwatch is not None and half is not None else None
         flop = step_flop(step, self.context, [self._read(name) for name in step.reads])
         made = self._local(step)
-        rate.end(began_ns, flop)
+        if half is not None and isinstance(step, Multiply):
+            self._repeat(step, rate)
+        rate.end(began_ns, rate.work(flop, half))
+        if rate.stopwatch is not None and half is not None and mark is not None:
+            rate.stopwatch.add(half, mark)
         return made
+
+    def _repeat(self, step: Multiply, rate: Rate) -> None:
+        """A rank that is slow by doing its products over and over throws the results away."""
+        left, right = (self._read(name) for name in step.reads)
+        left, right = left.flatten(0, -2), right.flatten(0, -2)
+        repeats = 0.0 if rate.straggler is None else rate.straggler.repeats
+        while repeats > 0:
+            rows = math.ceil(min(1.0, repeats) * len(left))
+            again = left[:rows], right[:rows] if step.transpose_left else right
+            _multiply(replace(step, add=False), *again, None)
+            repeats -= 1
 
     def _local(self, step: Step) -> Mapping[str, Tensor]:
         match step:

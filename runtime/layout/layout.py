@@ -15,6 +15,7 @@ from ...policies.layout.border import Border, num_parts
 from ...policies.layout.layers import Kind, Layer, Role
 from ...policies.layout.parallel import ROOT
 from ...policies.mesh import TENSOR, Mesh
+from ...policies.plan import Plan
 from ..balance.balanced import Balanced, Matrices
 from ..balance.products import BalancedProduct
 from ..collectives import Collectives
@@ -233,31 +234,40 @@ class _LayingOut:
         members = (layer, *layer.others)
         found = [parameters_of(module, each) for each in members]
         operands = tuple(found[0])
+        label = f"{unit}.{layer.path}"
+        balanced = self.products.get((unit, layer.path))
+
+        def new_program(forward: Plan, backward: Plan) -> Program:
+            return Program(
+                interpreter=self.interpreter,
+                forward=forward,
+                backward=backward,
+                label=label,
+                context=self._context(target),
+                inputs=(*_INPUTS.get(layer.kind, ("x",)), *(name for name in operands for _ in members)),
+                output="loss" if layer.kind is Kind.loss else "y",
+                widths=self._widths(layer),
+                runs=self._runs(layer, "weight"),
+                bias_in_runs=layer.bias and self._runs(layer, "bias") > 1,
+                half=None if balanced is None else balanced.half,
+            )
+
         if self.library and is_served(self.layout, layer):
+            if balanced is not None:
+                balanced.by_columns.make, balanced.by_columns.bias = new_program, layer.bias
             parallelize(
                 module,
                 layer,
                 mesh=self.groups.device_mesh(next(self.model.parameters()).device)[TENSOR],
                 ledger=self.interpreter.ledger,
-                label=f"{unit}.{layer.path}",
+                label=label,
                 weights=[_source(each["weight"]) for each in found],
                 biases=[_source(each["bias"]) for each in found if "bias" in each],
                 rate=self.interpreter.rate,
-                balanced=self.products.get((unit, layer.path)),
+                balanced=balanced,
             )
             return
-        program = Program(
-            interpreter=self.interpreter,
-            forward=forward,
-            backward=backward,
-            label=f"{unit}.{layer.path}",
-            context=self._context(target),
-            inputs=(*_INPUTS.get(layer.kind, ("x",)), *(name for name in operands for _ in members)),
-            output="loss" if layer.kind is Kind.loss else "y",
-            widths=self._widths(layer),
-            runs=self._runs(layer, "weight"),
-            bias_in_runs=layer.bias and self._runs(layer, "bias") > 1,
-        )
+        program = new_program(forward, backward)
         sources: list[Source] = [_source(each[name]) for name in operands for each in found]
         if layer.others:
             together = Together(lambda x: program(x, *(source() for source in sources)), program.label)

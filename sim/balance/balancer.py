@@ -109,7 +109,7 @@ class Balancer:
         assignment = next(a for first, a in reversed(group.assignments) if first <= number)
         key = (assignment.actions, place)
         if key not in self._works:
-            self._works[key] = rank_work(assignment, place)
+            self._works[key] = rank_work(assignment, place, self._conf.way)
         return self._works[key]
 
     def measuring(self, number: int) -> tuple[tuple[str, Transfer], ...]:
@@ -228,6 +228,15 @@ class Balancer:
     def decided(self, number: int) -> list[tuple[str, str]]:
         """(event, action) of the first group behind a segment; -1: before the first."""
         return self._groups[0].decided.get(number, [])
+
+    def decided_apart(self) -> list[Decision]:
+        """Of all other groups, each by its first rank."""
+        return [
+            Decision(group.ranks[0], self._segments[max(0, number)].iteration, *decided)
+            for group in self._groups[1:]
+            for number in sorted(group.decided)
+            for decided in group.decided[number]
+        ]
 
     def plain(self) -> dict[str, Any]:
         """As `result["balance"]` has it."""

@@ -13,6 +13,7 @@ from ...policies.balance import Half
 from ...policies.layout import Direction
 from ..interpreter import Work
 from ..program import COMPUTE, MAIN, Writer
+from .columns import ColumnShare
 from .rank_work import EVEN, RankWork
 from .share import Share
 
@@ -44,7 +45,7 @@ class Lending:
         self._following = dict(pair for chunk in self.chunks for pair in pairwise(chunk))
         self._firsts = frozenset(chunk[0] for chunk in self.chunks if chunk)
 
-    def share(self, unit: str) -> Share | None:
+    def share(self, unit: str) -> Share | ColumnShare | None:
         """Of a block; None: an even one, or the unit is no block."""
         return self.work.shares[self._numbers[unit]] if self.work.shares and unit in self._numbers else None
 

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from ...conf.schema import Way
 from ...policies.balance import Assignment, Half, lend_plans, return_plans
 from ...policies.plan import Gather, Plan, Scatter
 from ..interpreter import Transfer
+from .columns import ColumnShare
 from .share import Share, shares_of
 
 
@@ -35,17 +37,19 @@ class RankWork:
     movements: In the order of issue.
     """
 
-    shares: tuple[Share | None, ...] = ()
+    shares: tuple[Share | ColumnShare | None, ...] = ()
     movements: tuple[Movement, ...] = ()
 
 
 EVEN = RankWork()
 
 
-def rank_work(assignment: Assignment, place: int) -> RankWork:
+def rank_work(assignment: Assignment, place: int, way: Way = Way.paired) -> RankWork:
     """Of the rank at `place` in its group."""
     if assignment.is_even:
         return EVEN
+    if way is not Way.paired:
+        return RankWork((ColumnShare.of(assignment, place, way),) * assignment.work.blocks)
     shares = shares_of(assignment, place)
     movements: list[Movement] = []
     for half in Half:

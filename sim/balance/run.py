@@ -33,9 +33,6 @@ class BalancedRun(Run):
     Args:
         make_policy: Makes the policy of a tensor group; None: the one that `experiment.balance` describes.
         decisions: As of `Balancer`.
-
-    Raises:
-        ValueError: If units cannot move as the experiment says.
     """
 
     apart = True
@@ -52,7 +49,6 @@ class BalancedRun(Run):
         decisions: Sequence[Decision] | None = None,
     ) -> None:
         conf = experiment.balance
-        check_way(experiment)
         work = balanced_work(experiment, spec, layout_of(experiment, spec))
         assert work is not None, "tensor ranks are balanced"
         self._work: BlockWork = work
@@ -79,7 +75,7 @@ class BalancedRun(Run):
             programs = _Programs(self, balancer, number, validation=even.validation)
             segments.append(replace(even, programs=programs))
         conf = self.experiment.balance
-        if conf.moves and conf.pretest:
+        if conf.moves and conf.pretest and conf.way is Way.paired:
             balancer.moved(movements_timed(self._work, self.mesh, lambda s: self._alone_ns(costs, s)))
         machine, executor = self._executor(costs, observer=balancer)
         try:
@@ -89,6 +85,7 @@ class BalancedRun(Run):
         if not self._simulated:
             self._simulated = True
             self.segments, self.balance = segments, balancer.plain()
+            self.decided_apart = balancer.decided_apart()
             self.decided = [
                 [*(balancer.decided(-1) if not number else ()), *even, *balancer.decided(number)]
                 for number, even in enumerate(self._even_decided)
@@ -140,19 +137,6 @@ class BalancedRun(Run):
             ranks = self._work.ranks
             found += [Transfer("send", TENSOR, ranks, 0, 0, peer=shift) for shift in range(1, ranks)]
         return found
-
-
-def check_way(experiment: ExperimentConf) -> None:
-    """Refuse a way of work that is not simulated.
-
-    Raises:
-        ValueError: Naming the key, its value and what would be legal.
-    """
-    conf = experiment.balance
-    if conf.moves and conf.way is not Way.paired:
-        raise ValueError(
-            f"balance.way={conf.way.value} with balance={conf.name}: is not simulated; use balance.way=paired"
-        )
 
 
 class _Programs(Mapping[int, Program]):

@@ -1,7 +1,7 @@
 """A unit's computation as items of a program: the steps of its layers, with the collectives between and beside them."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from ...policies.balance import Half
 from ...policies.layout import Direction
@@ -33,6 +33,7 @@ class LayersOf:
         self._place = place
         self._at_a_time = at_a_time
         self._issued: Counter[str] = Counter()
+        self._moved: Counter[tuple[str, str, int, str]] = Counter()
         self._shifts = 0
         self._lending = lending if lending is not None else Lending()
 
@@ -60,10 +61,14 @@ class LayersOf:
             if isinstance(step.what, Transfer):
                 worker = self._beside(step) if step.beside else MAIN
                 # both ends of a ring's messages are items of each rank, and meet at the number of the first
-                tag = None
+                tag: Hashable = None
                 if step.what.peer:
                     self._shifts += step.pair < 0  # the send of a pair comes first
                     tag = ("shift", self._shifts)
+                elif step.what.parts:  # some ranks alone meet
+                    which = (step.what.op, layer, step.what.root, phase)
+                    self._moved[which] += 1
+                    tag = (*which, self._moved[which])
                 stream = step.stream.removesuffix(RECEIPTS)
                 index.append(writer.transfer(worker, stream, phase, layer, step.what, after, tag=tag))
             else:

@@ -7,7 +7,6 @@ from ...conf.model_spec import ModelSpec
 from ...conf.schema import ExperimentConf
 from ...policies.layout import Direction
 from ...policies.mesh import LOCAL, NODE, WORLD
-from ..balance.share import Share
 from ..costs import EMBED, HEAD
 from ..device import Device, Tally
 from ..interpreter import Transfer
@@ -47,7 +46,7 @@ class LaidCosts:
         rest, _, share = rest.partition("%")
         number, _, place = rest.partition("@")
         direction, _, where = unit.partition("/")
-        of = Share.parse(share) if share else None
+        of = self.model.share_named(share)
         steps = self.model.steps(ENDS.get(where, BLOCK), Direction(direction), of)
         if number:
             step = steps[int(number)]

@@ -7,7 +7,7 @@ from math import prod
 
 from ...conf.model_spec import ModelSpec, Unit
 from ...conf.schema import ExperimentConf, Recompute
-from ...policies.balance import Half
+from ...policies.balance import Half, balanced_work
 from ...policies.comm import describe_action
 from ...policies.layout import (
     Direction,
@@ -19,6 +19,7 @@ from ...policies.layout import (
 )
 from ...policies.mesh import Mesh
 from ...policies.plan import Plan
+from ..balance.columns import ColumnShare
 from ..balance.share import Share, products_of
 from ..device import Device, Tally
 from ..engine import Stretch
@@ -82,7 +83,8 @@ class LaidModel:
             element_bytes=experiment.precision.element_bytes,
         )
         self._device, self._kernels = device, kernels
-        self._parts: dict[tuple[str, Share | None], _Part] = {}
+        self._parts: dict[tuple[str, Share | ColumnShare | None], _Part] = {}
+        self._work = balanced_work(experiment, spec, layout)
         self._roots: dict[tuple[str, ...], Unit] = {}
         self._recomputes = experiment.recompute is Recompute.full
         # What a CPU keeps is known to the byte, of a GPU's kernels it is estimated
@@ -96,7 +98,9 @@ class LaidModel:
         asked = [(event, self.layout.decide(event)) for event in self.layout.questions()]
         return tuple((describe_layer_event(event), describe_action(plan)) for event, plan in asked)
 
-    def steps(self, part: str, direction: Direction, share: Share | None = None) -> tuple[LaidStep, ...]:
+    def steps(
+        self, part: str, direction: Direction, share: Share | ColumnShare | None = None
+    ) -> tuple[LaidStep, ...]:
         """What a rank does for one unit, or for the root before or behind the blocks (`shapes.BEFORE`, ...).
 
         Args:
@@ -167,10 +171,19 @@ class LaidModel:
 
     # ---- what a part comes to
 
-    def _part(self, part: str, share: Share | None = None) -> "_Part":
+    def share_named(self, text: str) -> Share | ColumnShare | None:
+        """What `str` wrote; None of ""."""
+        if not text:
+            return None
+        if "/" not in text:
+            return Share.parse(text)
+        assert self._work is not None, "columns migrate between balanced ranks"
+        return ColumnShare.parse(text, self._work)
+
+    def _part(self, part: str, share: Share | ColumnShare | None = None) -> "_Part":
         known = self._parts.get((part, share))
         if known is None:
-            shapes = self.shapes.of_share(share) if share is not None else self.shapes
+            shapes = self.shapes.of_share(share) if isinstance(share, Share) else self.shapes
             works = Works(shapes, self._device, self._kernels)
             known = self._parts[part, share] = _Part(self, part, shapes, works, share)
         return known
@@ -180,7 +193,7 @@ class _Part:
     """The layers of a part, forward and backward."""
 
     def __init__(
-        self, model: LaidModel, part: str, shapes: Shapes, works: Works, share: Share | None
+        self, model: LaidModel, part: str, shapes: Shapes, works: Works, share: Share | ColumnShare | None
     ) -> None:
         self._model, self._shapes, self._works, self._share = model, shapes, works, share
         self._layers = shapes.parts[part]
@@ -210,6 +223,11 @@ class _Part:
         model = self._model
         ahead = model.layout.decide(layer.runs(Direction.forward))
         behind = model.layout.decide(layer.runs(Direction.backward))
+        place = 0
+        if isinstance(self._share, ColumnShare) and at in self._products:
+            plans = self._share.plans(self._products[at], bias=layer.bias)
+            ahead, behind = plans or (ahead, behind)
+            place = self._share.place
         if ahead is None or behind is None:
             if (ahead is None) != (behind is None):
                 raise ValueError(f"layer {layer.path!r}: the layout has a plan of one direction only")
@@ -222,12 +240,12 @@ class _Part:
             )
         began = self._shapes.forward(layer, before)
         try:
-            through = follow(ahead, began, model.mesh)
+            through = follow(ahead, began, model.mesh, place=place)
             name, output = self._shapes.output(layer, before)
             made = through.operands.get(name)
             if made is None or made.shape != output.shape:
                 raise ValueError(f"plan '{ahead.describe()}' ends with {name} = {made}, not {output}")
-            back = follow(behind, {**through.operands, f"d{name}": output}, model.mesh)
+            back = follow(behind, {**through.operands, f"d{name}": output}, model.mesh, place=place)
             self._check_gradients(behind, began, back)
         except ValueError as err:
             raise ValueError(f"layer {layer.path!r} of kind {layer.kind.value}: {err}") from err
@@ -290,7 +308,7 @@ class _Part:
     ) -> LaidStep:
         works, product = self._works, self._products.get(at)
         extra = Tally()
-        if product is not None and self._share is not None and what.product is not None:
+        if product is not None and isinstance(self._share, Share) and what.product is not None:
             what, moved, kernels = pruned(what, self._share, product, backward=backward)
             extra = works.passes(moved, kernels)
         work = works.step(what)

@@ -19,6 +19,7 @@ from ...policies.plan import (
     Apply,
     Broadcast,
     Collective,
+    Gather,
     Join,
     Multiply,
     Part,
@@ -26,6 +27,7 @@ from ...policies.plan import (
     Plan,
     ReduceScatter,
     ReduceTo,
+    Scatter,
     SendRecv,
     Slice,
     Step,
@@ -96,21 +98,22 @@ class Followed:
     operands: Mapping[str, Operand]
 
 
-def follow(plan: Plan, operands: Mapping[str, Operand], mesh: Mesh) -> Followed:
+def follow(plan: Plan, operands: Mapping[str, Operand], mesh: Mesh, *, place: int = 0) -> Followed:
     """Shapes and sizes of all steps.
 
     Args:
         operands: Those that the plan starts from, by name.
+        place: Of the rank in the group of a scatter or gather.
 
     Raises:
         ValueError: Naming the plan, if an operand is not there, does not divide, or does not fit the others.
     """
-    return _Walk(plan, operands, mesh).follow()
+    return _Walk(plan, operands, mesh, place).follow()
 
 
 class _Walk:
-    def __init__(self, plan: Plan, operands: Mapping[str, Operand], mesh: Mesh) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, operands: Mapping[str, Operand], mesh: Mesh, place: int) -> None:
+        self._plan, self._place = plan, place
         self._operands = dict(operands)
         self._mesh = mesh
         self._steps: list[OperandStep] = []
@@ -139,6 +142,9 @@ class _Walk:
                 return self._add(self._apply(step), stream, after)
             case SendRecv():
                 return self._send(step, stream, after, beside=beside)
+            case Scatter() | Gather():
+                moved = self._parts(step)
+                return self._add(moved, stream, after, beside=beside) if moved is not None else after
             case Collective():
                 transfer = self._collective(step)
                 return self._add(transfer, stream, after, beside=beside) if transfer is not None else after
@@ -251,6 +257,23 @@ class _Walk:
         self._write(step, (made,))
         return transfer if size > 1 and nbytes else None
 
+    def _parts(self, step: Scatter | Gather) -> Transfer | None:
+        """None: this rank has nothing to do with it."""
+        (operand,) = self._read(step, 1)
+        size, here = self._size(step), self._place == step.root
+        if len(step.parts) != size:
+            raise self._error(step, f"parts={step.parts}: the axis has {size} ranks")
+        if not step.takes_part(self._place):
+            return None
+        shape = list(operand.shape)
+        row_bytes = operand.nbytes // shape[step.dim]
+        if here == isinstance(step, Gather):  # it gets something
+            shape[step.dim] = sum(step.parts) if here else step.parts[self._place]
+            self._write(step, (replace(operand, shape=tuple(shape)),))
+        parts = tuple(rows * row_bytes for rows in step.parts)
+        op = "gather" if isinstance(step, Gather) else "scatter"
+        return Transfer(op, step.axis, size, sum(parts), max(parts), root=step.root, parts=parts)
+
     def _size(self, step: Slice | Collective) -> int:
         try:
             return self._mesh.size(step.axis)
@@ -332,7 +355,9 @@ def beside_bytes(plan: Plan, operands: Mapping[str, Operand], kept: Collection[s
     most = 0
     for i, step in enumerate(plan.steps):
         if not isinstance(step, Slice):  # a view
-            held |= {name: operands[name].nbytes for name in step.writes if name not in kept}
+            held |= {
+                name: operands[name].nbytes for name in step.writes if name in operands and name not in kept
+            }
         most = max(most, sum(held.values()))
         held = {name: nbytes for name, nbytes in held.items() if last[name] > i}
     return most
