@@ -239,12 +239,12 @@ def write_simulation(
     policy: CommPolicy,
     warnings: tuple[str, ...],
     folder: Path,
-    decisions: Sequence[Decision] = (),
+    balance_events: Sequence[Decision] | None = None,
 ) -> Record:
     """Simulate and write the record; the simulator's own wall-clock time goes to timing.json.
 
     Args:
-        decisions: As of `simulate`.
+        balance_events: As of `simulate`.
     """
     from twinbed.sim.simulate import simulate
 
@@ -256,7 +256,7 @@ def write_simulation(
             policy=policy,
             resolved=composed.resolved,
             git_commit=git_commit(),
-            decisions=decisions,
+            balance_events=balance_events,
         )
     except (ValueError, RuntimeError) as err:  # plans that cannot be carried out, or ranks that wait for ever
         raise ExperimentError(str(err)) from err

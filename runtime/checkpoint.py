@@ -6,7 +6,7 @@ called `step_<n>` is whole. All ranks must see the same folder.
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..analysis.record import write_text
 from ..conf.compose import model_spec
 from ..conf.schema import ExperimentConf, ParallelConf
-from ..policies.balance import even_split
 from ..policies.comm import Placement, build_comm
 from ..policies.layout import replicas_of
 
@@ -24,10 +23,8 @@ if TYPE_CHECKING:
 
 CHECKPOINTS = "checkpoints"
 _MANIFEST = "twinbed.json"
-_VERSION = 4
-_BEFORE_NAMES = 3  # optimizer states of layouts by the parameter's number on its rank, not by its name
-_BEFORE_LAYOUTS = 2  # without `parallel`, and else the same as 3
-_SPLIT = "stage_layers"  # of `parallel`: another one can be gone on with
+_VERSION = 3
+_BEFORE_LAYOUTS = 2  # without `parallel`, and else the same
 _FULL_BYTES = 64 << 10  # less is free where a write has failed: the disk is full
 
 
@@ -43,18 +40,6 @@ class Checkpoint:
     placement: str  # where weights lived (policies.comm.Placement)
     parallel: dict[str, Any]  # axes that cut the model, larger than 1; {} if none does
     files: dict[str, int]  # all but the manifest, with their sizes in bytes
-    version: int = _VERSION
-
-    @property
-    def by_name(self) -> bool:
-        """Whether a layout's optimizer states have their parameters' names."""
-        return self.version > _BEFORE_NAMES
-
-    @property
-    def stage_layers(self) -> tuple[int, ...]:
-        """Blocks of each stage of the pipeline."""
-        stages = self.parallel.get("pipeline", 1)
-        return tuple(self.parallel.get(_SPLIT) or even_split(self.model["layers"], stages))
 
 
 def find_checkpoint(path: Path, said: str = "train.resume_from") -> Checkpoint:
@@ -104,12 +89,9 @@ def check_resume(experiment: ExperimentConf) -> None:
             "here, and optimizer states of the one do not fit the other; go on with a policy that keeps them "
             f"{found.placement}"
         )
-    laid, written_laid = (
-        {key: value for key, value in each.items() if key != _SPLIT}
-        for each in (_parallel(experiment), found.parallel)
-    )
-    if written_laid != laid:
-        key = next(key for key in {**written_laid, **laid} if written_laid.get(key) != laid.get(key))
+    laid = _parallel(experiment)
+    if found.parallel != laid:
+        key = next(key for key in {**found.parallel, **laid} if found.parallel.get(key) != laid.get(key))
         written = found.parallel.get(key, getattr(ParallelConf(), key))
         raise ValueError(
             f"{where}: written with parallel.{key}={written}; parallel.{key}={getattr(experiment.parallel, key)} here, "
@@ -131,7 +113,7 @@ def _parallel(experiment: ExperimentConf) -> dict[str, Any]:
     conf, usual = experiment.parallel, ParallelConf()
     if conf.ranks_a_replica == 1:
         return {}
-    keys = ("pipeline", "virtual_stages", "tensor", "tensor_mode", "depth", _SPLIT)
+    keys = ("pipeline", "virtual_stages", "stage_layers", "tensor", "tensor_mode", "depth")
     return {key: getattr(conf, key) for key in keys if getattr(conf, key) != getattr(usual, key)}
 
 
@@ -153,13 +135,8 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    def named_states(self) -> list[str]:
-        """A name for the optimizer's state of each of its `parameters`; [] where their numbers do."""
-        ...
-
-    def key_under(self, key: str, stage_layers: Sequence[int]) -> str:
-        """What `state_dict` or `named_states` has as `key`, where stages held so many blocks."""
-        ...
+    @property
+    def place(self) -> str: ...
 
 
 def save_checkpoint(
@@ -191,7 +168,7 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    state = {"model": engine.state_dict(), "optimizer": _optimizer_state(optimizer, engine.named_states())}
+    state = {"model": engine.state_dict(), "optimizer": _optimizer_state(optimizer, engine.place)}
     try:
         save(state, checkpoint_id=partial, planner=planner)
     except CheckpointException as err:  # a BaseException, which nobody expects
@@ -233,24 +210,13 @@ def load_checkpoint(
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    names = engine.named_states()
-    split = checkpoint.stage_layers if names else ()
-    if names and not checkpoint.by_name:
-        if any(engine.key_under(name, split) != name for name in names):
-            raise RuntimeError(
-                f"checkpoint {checkpoint.folder}: stages held {list(split)} blocks; it is of an earlier version, which "
-                "only the same numbers can go on from: give parallel.stage_layers"
-            )
-        names = _numbered(names)
-    own = {"model": engine.state_dict(), "optimizer": _optimizer_state(optimizer, names)}
-    keys = {kind: {key: engine.key_under(key, split) for key in values} for kind, values in own.items()}
-    state = {kind: {keys[kind][key]: value for key, value in values.items()} for kind, values in own.items()}
+    state = {"model": engine.state_dict(), "optimizer": _optimizer_state(optimizer, engine.place)}
     try:
         load(state, checkpoint_id=checkpoint.folder, planner=planner)
     except CheckpointException as err:
         raise RuntimeError(f"checkpoint {checkpoint.folder} cannot be read: {_first_line(err)}") from err
     if planner is None:
-        engine.load_state_dict({key: state["model"][saved] for key, saved in keys["model"].items()})
+        engine.load_state_dict(state["model"])
 
 
 def prepare_optimizer_state(optimizer: "torch.optim.Optimizer | None") -> None:
@@ -275,26 +241,23 @@ def prepare_optimizer_state(optimizer: "torch.optim.Optimizer | None") -> None:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def _numbered(names: Sequence[str]) -> list[str]:
-    """As earlier versions had them: the rank's place in the layout, and the parameter's number."""
-    return [f"{name.partition('/')[0]}/{i}" for i, name in enumerate(names)]
-
-
-def _optimizer_state(optimizer: "torch.optim.Optimizer | None", names: Sequence[str]) -> dict[str, Any]:
-    """The state tensors themselves, so that loading fills them, by the parameters' names, or by their numbers."""
+def _optimizer_state(optimizer: "torch.optim.Optimizer | None", place: str) -> dict[str, Any]:
+    """The state tensors themselves, so that loading fills them, by the parameter's place on this rank and the rank's in
+    the layout.
+    """
     if optimizer is None:
         return {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    keys = names or [str(i) for i in range(len(parameters))]
-    return {key: dict(optimizer.state[parameter]) for key, parameter in zip(keys, parameters, strict=True)}
+    prefix = f"{place}/" if place else ""
+    return {f"{prefix}{i}": dict(optimizer.state[parameter]) for i, parameter in enumerate(parameters)}
 
 
 def _read_manifest(folder: Path) -> Checkpoint:
     path = folder / _MANIFEST
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        if values["version"] not in (_BEFORE_LAYOUTS, _BEFORE_NAMES, _VERSION):
-            raise ValueError(f"version {values['version']}, must be {_BEFORE_LAYOUTS} to {_VERSION}")
+        if values["version"] not in (_BEFORE_LAYOUTS, _VERSION):
+            raise ValueError(f"version {values['version']}, must be {_BEFORE_LAYOUTS} or {_VERSION}")
         return Checkpoint(
             folder,
             step=int(values["step"]),
@@ -302,9 +265,8 @@ def _read_manifest(folder: Path) -> Checkpoint:
             model=dict(values["model"]),
             optimizer=str(values["optimizer"]),
             placement=Placement(values["placement"]).value,
-            parallel=dict(values["parallel"] if values["version"] != _BEFORE_LAYOUTS else {}),
+            parallel=dict(values["parallel"] if values["version"] == _VERSION else {}),
             files={str(name): int(nbytes) for name, nbytes in dict(values["files"]).items()},
-            version=int(values["version"]),
         )
     except KeyError as err:
         raise ValueError(f"{path}: broken manifest of a checkpoint: {err} is missing") from err

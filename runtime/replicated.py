@@ -6,7 +6,7 @@ gradients are one flat tensor each, of which the parameters are views; when the 
 there, its plan runs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -222,11 +222,9 @@ class ReplicatedEngine:
     def full_gradients(self) -> dict[str, Tensor]:
         return {name: gradient.clone() for name, gradient in self.gradients().items()}
 
-    def named_states(self) -> list[str]:
-        return []
-
-    def key_under(self, key: str, stage_layers: Sequence[int]) -> str:
-        return key
+    @property
+    def place(self) -> str:
+        return ""
 
     def secondary_bytes(self) -> int:
         return 0

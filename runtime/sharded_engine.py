@@ -1,7 +1,7 @@
 """Training under FSDP2 (ZeRO 1-3, ZeRO++): each rank owns a part of every weight."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -176,11 +176,9 @@ class ShardedEngine:
         with self._ledger.set_up():
             return {name: _whole(p.grad) for name, p in self._parameters.items() if p.grad is not None}
 
-    def named_states(self) -> list[str]:
-        return []
-
-    def key_under(self, key: str, stage_layers: Sequence[int]) -> str:
-        return key
+    @property
+    def place(self) -> str:
+        return ""
 
     def secondary_bytes(self) -> int:
         return self._hooks.secondary_bytes

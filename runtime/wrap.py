@@ -1,6 +1,6 @@
 """From a model and a policy to an engine that trains it: what the trainer talks to."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -105,12 +105,9 @@ class CommEngine(Protocol):
         """What this rank holds for hpZ."""
         ...
 
-    def named_states(self) -> list[str]:
-        """Of each of `parameters` the name of its optimizer state in a checkpoint; [] where their numbers do."""
-        ...
-
-    def key_under(self, key: str, stage_layers: Sequence[int]) -> str:
-        """What a checkpoint has as `key`, of `state_dict` or `named_states`, whose stages held so many blocks."""
+    @property
+    def place(self) -> str:
+        """Where this rank stands on the axes that cut the model, such as "pipeline1"; "" if none does."""
         ...
 
     def holders(self) -> Holders | None:

@@ -59,8 +59,9 @@ class Run:
         make_engine: Callable[[Setup], EngineModel],
     ) -> None:
         cluster = experiment.cluster
-        self.observer: Observer | None = None
-        self.apart: Sequence[int] = ()  # [ranks]: of equal ones ranks can be alike; (): all
+        self.replica_of: Sequence[
+            int
+        ] = ()  # [ranks]: those of different ones are never alike; (): all may be
         self.warnings: tuple[str, ...] = ()
         if policy is None:
             seen = replicas_of(experiment)
@@ -134,7 +135,7 @@ class Run:
             return Simulated(costs, machine, self.fold, executor.done(), str(err))
         return Simulated(costs, machine, self.fold, timings)
 
-    def _executor(self, costs: Costs) -> tuple[Machine, Executor]:
+    def _executor(self, costs: Costs, *, observer: Observer | None = None) -> tuple[Machine, Executor]:
         total = self.mesh.num_ranks
         shares = {rank: n / total for rank, n in zip(self.fold.ranks, self.fold.counts, strict=True)}
         machine = Machine(
@@ -148,10 +149,10 @@ class Run:
         )
         if not self.folded:
             each = PerStep(machine, self.mesh)
-            return machine, Executor(machine, each, self.fold.ranks, observer=self.observer)
+            return machine, Executor(machine, each, self.fold.ranks, observer=observer)
         collectives = Folded(machine, self.mesh, self.fold, self._transfers, self.conditions)
         counts = dict(zip(self.fold.ranks, self.fold.counts, strict=True))
-        ranks, observer = self.fold.ranks, self.observer
+        ranks = self.fold.ranks
         return machine, Executor(machine, collectives, ranks, classes=True, counts=counts, observer=observer)
 
     def _costs(self, cluster: ClusterConf) -> Costs:
@@ -194,8 +195,8 @@ class Run:
         for programs in self._each:
             own = np.searchsorted(np.array(list(programs)), ranks, side="right")
             colours = colours * (len(programs) + 1) + own
-        if self.apart:
-            colours = colours * (max(self.apart) + 1) + np.array(self.apart)
+        if self.replica_of:
+            colours = colours * (max(self.replica_of) + 1) + np.array(self.replica_of)
         blocks = [level.block for level in levels(cluster)]  # a rail's ranks too: they share its link
         meetings = {(t.axis, abs(t.peer)): None for t in self._transfers}
         return Fold(self.mesh, colours, meetings, blocks)

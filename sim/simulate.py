@@ -89,7 +89,7 @@ def simulate(
     resolved: Mapping[str, Any] | None = None,
     git_commit: str = "",
     fold: bool | None = None,
-    decisions: Sequence[Decision] = (),
+    balance_events: Sequence[Decision] | None = None,
 ) -> Record:
     """Simulate `experiment.steps` training steps.
 
@@ -99,7 +99,8 @@ def simulate(
         resolved: What the record keeps as the experiment; by default `experiment` as plain values.
         fold: Simulate ranks that behave alike once. None: on NCCL, and on gloo above 64 ranks. False: every rank apart,
             and up to 64 of them every message.
-        decisions: Of a record whose events a balancing policy is told, in place of what is measured here.
+        balance_events: Decisions of a run's record, whose events balancing policies are told in place of what is
+            measured here.
 
     Returns:
         The record. Out of memory is a result: status `oom`, the reason in `error`, all figures given. So is a rank
@@ -111,7 +112,7 @@ def simulate(
         RuntimeError: If ranks wait for each other for ever, naming the collective and the ranks.
     """
     try:
-        return _simulated(experiment, spec, policy, resolved, git_commit, fold, decisions)
+        return _simulated(experiment, spec, policy, resolved, git_commit, fold, balance_events)
     except OverflowError as err:
         raise ValueError(
             "a step would take longer than can be counted: a bandwidth, rate or efficiency of the cluster is too "
@@ -126,10 +127,10 @@ def _simulated(
     resolved: Mapping[str, Any] | None,
     git_commit: str,
     fold: bool | None,
-    decisions: Sequence[Decision],
+    balance_events: Sequence[Decision] | None,
 ) -> Record:
     with collector_paused():
-        run = _run(experiment, spec, policy, fold, decisions)
+        run = _run(experiment, spec, policy, fold, balance_events)
         cluster = run.experiment.cluster
         nominal = run.simulate(cluster)
         bounds = []
@@ -144,17 +145,17 @@ def _run(
     spec: ModelSpec,
     policy: CommPolicy | None,
     fold: bool | None,
-    decisions: Sequence[Decision],
+    balance_events: Sequence[Decision] | None,
 ) -> Run:
     """Those that balance ranks are not imported where nothing is balanced."""
     if experiment.balance.name == "batch":
         from .balance.batch import BatchRun
 
-        return BatchRun(experiment, spec, policy, fold, make_engine, decisions)
+        return BatchRun(experiment, spec, policy, fold, make_engine, balance_events or ())
     if experiment.balance.name == "layers":
         from .balance.stages import LayersRun
 
-        return LayersRun(experiment, spec, policy, fold, make_engine, decisions)
+        return LayersRun(experiment, spec, policy, fold, make_engine, balance_events or ())
     return Run(experiment, spec, policy, fold, make_engine)
 
 

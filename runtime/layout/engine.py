@@ -1,10 +1,8 @@
 """Training a model that is laid out over ranks: each rank has some of its parts, and replicas of these average."""
 
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -357,39 +355,8 @@ class LayoutEngine:
 
     @property
     def place(self) -> str:
-        """Where this rank stands on the axes that cut the model, such as "pipeline1"; "" if none does."""
-        return self._place(self._stage)
-
-    def _place(self, stage: int) -> str:
         axes = [axis for axis, size in self._mesh.dims if size > 1 and axis not in (DATA, SEQUENCE)]
-        at = {axis: self._mesh.index(axis, self._groups.rank) for axis in axes} | {PIPELINE: stage}
-        return ".".join(f"{axis}{at[axis]}" for axis in reversed(axes))
-
-    def named_states(self) -> list[str]:
-        return [f"{self.place}/{name}" for part in self._parts for name in part.engine.named_parameters()]
-
-    def key_under(self, key: str, stage_layers: Sequence[int]) -> str:
-        """A block's names are those of the whole model; its place is that of the stage that held it."""
-        if self._layout.chunks > 1 or self._layout.stages == 1:
-            return key
-        _, _, name = key.partition("/")
-        for path, block in self._blocks.items():
-            if name.startswith(f"{path}."):
-                ends = itertools.accumulate(stage_layers)
-                stage = next(stage for stage, end in enumerate(ends) if block < end)
-                return f"{self._place(stage)}/{name}"
-        return key
-
-    @cached_property
-    def _blocks(self) -> Mapping[str, int]:
-        """Numbers of the blocks that are here, by their paths."""
-        found = {}
-        for part in self._parts:
-            units = {id(module): unit for unit, module in part.model.units().items() if unit != ROOT}
-            for path, module in part.model.named_modules():
-                if id(module) in units:
-                    found[path] = int(units[id(module)].rpartition(".")[2])
-        return found
+        return ".".join(f"{axis}{self._mesh.index(axis, self._groups.rank)}" for axis in reversed(axes))
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -63,8 +63,7 @@ class BatchRun(Run):
         costs, policy = self._costs(cluster), build_shares(self.experiment, self.spec)
         assert policy is not None
         shared = SharedSegments(self, self._uneven, policy, self._room, self._recorded)
-        self.observer = shared
-        machine, executor = self._executor(costs)
+        machine, executor = self._executor(costs, observer=shared)
         error = None
         try:
             timings = executor.run(shared)
@@ -93,7 +92,7 @@ class BatchRun(Run):
     def _fold(self) -> Fold:
         """Each replica may take another number of sequences."""
         ranks = range(self.mesh.num_ranks)
-        self.apart = [self.mesh.index(DATA, rank) for rank in ranks]
+        self.replica_of = [self.mesh.index(DATA, rank) for rank in ranks]
         return super()._fold()
 
     def _room(self, counts: Sequence[int]) -> tuple[int, ...]:

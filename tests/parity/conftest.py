@@ -58,7 +58,7 @@ def _run_cases(folder: Path, cases: Mapping[str, Sequence[str]]) -> Runs:
 def _same_ledger(composed: Composed, real: Record) -> Record:
     """The simulator's ledger of the same experiment equals the run's, row by row; returns the simulation."""
     sim = simulate(
-        composed.experiment, spec=composed.spec, resolved=composed.resolved, decisions=real.decisions
+        composed.experiment, spec=composed.spec, resolved=composed.resolved, balance_events=real.decisions
     )
     assert real.result["status"] == "ok", real.result["error"]
     assert real.ledger, "the run left no rows"
