@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -48,6 +48,8 @@ from twinbed.conf.hints import hint
 from twinbed.conf.schema import ExperimentConf, Launch, Target
 from twinbed.policies.balance import (
     BalancePolicy,
+    balanced_work,
+    build_balance,
     describe_balance_actions,
     is_balance_event,
     parse_balance_event,
@@ -235,22 +237,26 @@ def _carry_out(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...]
 
 
 def write_simulation(
-    composed: Composed,
-    policy: CommPolicy,
-    warnings: tuple[str, ...],
-    folder: Path,
-    balance_events: Sequence[Decision] | None = None,
+    composed: Composed, policy: CommPolicy, warnings: tuple[str, ...], folder: Path
 ) -> Record:
-    """Simulate and write the record; the simulator's own wall-clock time goes to timing.json.
+    """Simulate and write the record; the simulator's own wall-clock time goes to timing.json."""
+    started = time.perf_counter()
+    record = _simulation(composed, policy)
+    elapsed_s = time.perf_counter() - started
+    record.result["warnings"] = [*warnings, *record.result["warnings"]]
+    write_record(folder, record)
+    write_text(folder / TIMING, json.dumps({"simulate_s": elapsed_s}) + "\n")
+    return record
 
-    Args:
-        balance_events: As of `simulate`.
-    """
+
+def _simulation(
+    composed: Composed, policy: CommPolicy, *, balance_events: Sequence[Decision] | None = None
+) -> Record:
+    """`balance_events`: of a run; None: balancing policies are told what the simulation itself measures."""
     from twinbed.sim.simulate import simulate
 
-    started = time.perf_counter()
     try:
-        record = simulate(
+        return simulate(
             composed.experiment,
             spec=composed.spec,
             policy=policy,
@@ -260,11 +266,6 @@ def write_simulation(
         )
     except (ValueError, RuntimeError) as err:  # plans that cannot be carried out, or ranks that wait for ever
         raise ExperimentError(str(err)) from err
-    elapsed_s = time.perf_counter() - started
-    record.result["warnings"] = [*warnings, *record.result["warnings"]]
-    write_record(folder, record)
-    write_text(folder / TIMING, json.dumps({"simulate_s": elapsed_s}) + "\n")
-    return record
 
 
 def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...], folder: Path) -> None:
@@ -272,6 +273,9 @@ def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...],
 
     One launch does all three, because constants wander between launches. The prediction uses the probe and
     an iteration of the same model without communication; nothing is fitted on the run that it predicts.
+
+    Where ranks are balanced the prediction decides by its own times, and may decide otherwise than the run. So ledgers
+    are compared with those of a second simulation, whose policies are told what the run measured.
     """
     from twinbed.runtime.case import CALIBRATE, Case
     from twinbed.runtime.machine import BusyWatch
@@ -295,6 +299,7 @@ def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...],
     _raise_without_record(outcome, folder / TRAINING)
     _note_unshaped(folder / TRAINING, outcome)
     real = read_record(folder / TRAINING)
+    told: Record | None = None
     if outcome.status != "ok":
         alone = composed.resolved | {"target": Target.sim.value}
         _write_failed(folder / "sim", alone, "not predicted: the launch that measures constants failed")
@@ -312,21 +317,17 @@ def _run_both(composed: Composed, policy: CommPolicy, warnings: tuple[str, ...],
         experiment = load_experiment(composed.resolved | {"cluster": cluster})
         experiment = with_fixed_costs(experiment, composed.spec, policy)  # so that the record shows them
         predicted = replace(composed, experiment=experiment, resolved=to_dict(experiment))
-        # what balancing policies were told is measured: both targets must do the same work to be compared
-        write_simulation(predicted, policy, warnings, folder / "sim", real.decisions)
+        write_simulation(predicted, policy, warnings, folder / "sim")
+        if experiment.balance.active and real.result["status"] == "ok":
+            told = _simulation(predicted, policy, balance_events=real.decisions)
     sim = read_record(folder / "sim")
     layout = layout_of(composed.experiment, composed.spec)
+    make_balance = balance_maker(composed)
     again = all(
-        replays(
-            policy,
-            record,
-            make_offload_policy(composed, policy),
-            layout,
-            build_shares(composed.experiment, composed.spec),
-        )
+        replays(policy, record, make_offload_policy(composed, policy), layout, make_balance)
         for record in (sim, real)
     )
-    parity = compare_records(sim, real, replay_equal=again, void=void)
+    parity = compare_records(sim, real, told=told, replay_equal=again, void=void)
     write_parity(folder, parity)
     sys.stdout.write(f"{summary(sim)}\n{summary(real)}\n{_verdict(parity)}\nrecord: {folder}\n")
     _raise_if_failed(outcome)
@@ -343,31 +344,51 @@ def make_offload_policy(composed: Composed, policy: CommPolicy) -> OffloadPolicy
     return new_offload_policy(composed.experiment, spec=composed.spec, policy=policy)
 
 
+def balance_maker(composed: Composed) -> Callable[[], BalancePolicy] | None:
+    """Makes new balancing policies; None where nothing is balanced."""
+    experiment, spec = composed.experiment, composed.spec
+    if not experiment.balance.active:
+        return None
+    work = balanced_work(experiment, spec, layout_of(experiment, spec))
+
+    def make() -> BalancePolicy:
+        found = (
+            build_balance(experiment.balance, work) if work is not None else build_shares(experiment, spec)
+        )
+        assert found is not None, "something is balanced"
+        return found
+
+    return make
+
+
 def replays(
     policy: CommPolicy,
     record: Record,
     offload: OffloadPolicy | None = None,
     layout: ParallelLayout | None = None,
-    balance: BalancePolicy | None = None,
+    make_balance: Callable[[], BalancePolicy] | None = None,
 ) -> bool:
     """Whether the record's events, put to the policies again, give the actions that were taken.
 
     Args:
         offload: A new one, for it has a memory; None: nothing was offloaded.
         layout: None: every rank has the whole model, or its shard of all.
-        balance: A new one, as `offload`; None: nothing was balanced.
+        make_balance: Makes a balancing policy, one for each rank that has decisions; None: ranks are not balanced.
     """
+    balances: dict[int, BalancePolicy] = {}
 
-    def answer(event: str) -> str:
+    def answer(rank: int, event: str) -> str:
+        if make_balance is not None and is_balance_event(event):
+            if rank not in balances:
+                balances[rank] = make_balance()
+            return describe_balance_actions(balances[rank].decide(parse_balance_event(event)))
         if offload is not None and is_offload_event(event):
             return describe_offload_actions(offload.decide(parse_offload_event(event)))
-        if balance is not None and is_balance_event(event):
-            return describe_balance_actions(balance.decide(parse_balance_event(event)))
         if layout is not None and is_layer_event(event):
             return describe_action(layout.decide(parse_layer_event(event)))
         return describe_action(policy.decide(parse_event(event)))
 
-    return all(answer(decision.event) == decision.action for decision in record.decisions)
+    return all(answer(decision.rank, decision.event) == decision.action for decision in record.decisions)
 
 
 def _verdict(parity: dict[str, Any]) -> str:

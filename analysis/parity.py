@@ -33,13 +33,20 @@ _FREE_KEYS = (
 
 
 def compare_records(
-    sim: Record, real: Record, *, replay_equal: bool | None = None, void: str | None = None
+    sim: Record,
+    real: Record,
+    *,
+    told: Record | None = None,
+    replay_equal: bool | None = None,
+    void: str | None = None,
 ) -> dict[str, Any]:
     """The contents of `parity.json`.
 
     Args:
         sim: The prediction; folded rows are expanded.
         real: The run.
+        told: A second prediction, whose balancing policies were told what the run measured: its ledger and decisions
+            are compared in place of the first's, times are not. None: there is none.
         replay_equal: Whether either side's events, replayed through the policy, gave the same actions. The
             caller knows: this room runs nothing. None: not tried.
         void: Why the times mean nothing (the machine was busy beside), or None.
@@ -65,19 +72,21 @@ def compare_records(
     # out of memory before the first collective: an empty ledger is no ledger
     stopped = any(record.result.get("status") == "oom" and not record.ledger for record in (sim, real))
     comparable = not reasons and not stopped
-    difference = first_difference(sim, real) if comparable else None
+    same = told if told is not None else sim  # what must have done the same
+    difference = first_difference(same, real) if comparable else None
     if difference is not None:
         reasons.append(str(difference["message"]))
     if replay_equal is False:
         reasons.append("replaying the events through the policy gave other actions")
-    decision_difference = first_decision_difference(sim, real) if comparable else None
+    decision_difference = first_decision_difference(same, real) if comparable else None
     return {
         "schema_version": 1,
         "status": "failed" if reasons else "ok",
         "reasons": reasons,
         "ledger_equal": difference is None if comparable else None,
+        "ledger_of": "prediction" if told is None else "a second simulation, told the run's balance events",
         "ledger_rows": {
-            "sim": sum(row.count for row in sim.ledger),
+            "sim": sum(row.count for row in same.ledger),
             "runtime": sum(row.count for row in real.ledger),
         },
         "ledger_missing": [
@@ -85,7 +94,7 @@ def compare_records(
         ],
         "first_difference": difference,
         "replay_equal": replay_equal,
-        "num_decisions": {"sim": len(sim.decisions), "runtime": len(real.decisions)},
+        "num_decisions": {"sim": len(same.decisions), "runtime": len(real.decisions)},
         "decisions_equal": decision_difference is None if comparable else None,
         "first_decision_difference": decision_difference,
         "iteration_s_ratio": ratio(value(sim, "iteration_s", "mean"), value(real, "iteration_s", "mean")),

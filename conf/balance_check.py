@@ -4,7 +4,7 @@ from dataclasses import fields
 from enum import Enum
 
 from .model_spec import ModelSpec
-from .schema import Backend, BalanceConf, Engine, ExperimentConf, Recompute, Target
+from .schema import Backend, BalanceConf, Engine, ExperimentConf, Recompute, Target, Way
 
 
 def check_balance(experiment: ExperimentConf, spec: ModelSpec) -> list[str]:
@@ -50,10 +50,25 @@ def _refuse_tensor(experiment: ExperimentConf, which: str) -> None:
         raise ValueError(
             f"parallel.sequence={parallel.sequence} with parallel.sequence_mode=megatron and {which}: must be 1"
         )
+    if conf.moves and parallel.sequence > 1:
+        raise ValueError(
+            f"parallel.sequence={parallel.sequence} with {which}: must be 1; ranks that share a sequence exchange keys "
+            "and values of the same heads, and each tensor group moves its own"
+        )
+    if parallel.stage_layers:
+        raise ValueError(
+            f"parallel.stage_layers={list(parallel.stage_layers)} with {which}: must be left out, stages hold "
+            "equal numbers"
+        )
     if conf.moves and experiment.recompute is not Recompute.none:
         raise ValueError(
             f"recompute={experiment.recompute.value} with {which}: must be none; what was lent would have to be lent "
             "again within backward"
+        )
+    if conf.prunes and conf.moves and conf.way is not Way.paired:
+        raise ValueError(
+            f"balance.way={conf.way.value} with {which}: must be paired, for what movement costs is told by whole "
+            "units; use balance=migrate for ways by columns"
         )
     replicas = experiment.cluster.num_ranks // parallel.ranks_a_replica
     if conf.prunes and conf.pruned_state.value == "frozen" and replicas > 1:

@@ -21,6 +21,7 @@ from .schema import (
     ParallelConf,
     Precision,
     Recompute,
+    SlowdownBy,
     Target,
 )
 from .schema.parallel import AXES
@@ -121,6 +122,7 @@ def without_effect(experiment: ExperimentConf) -> list[str]:
             )
             for key in ("attention", "fusion", "dropout")
         ),
+        *_of_the_stragglers(experiment),
         *_of_the_network(experiment.cluster),
         *_of_the_layout(experiment),
         *(
@@ -197,6 +199,19 @@ def _of_the_optimizer(optimizer: OptimizerConf) -> list[Reader]:
             sums,
             "optimizer=lars and optimizer.momentum",
         ),
+    ]
+
+
+def _of_the_stragglers(experiment: ExperimentConf) -> list[Reader]:
+    cluster, usual = experiment.cluster, SlowdownBy.device
+    given, repeats = cluster.slowdown is not None, cluster.slowdown_by is SlowdownBy.repeat
+    shared = experiment.parallel.tensor > 1 and experiment.parallel.tensor_mode == "1d"
+    products = (
+        "parallel.tensor > 1 with parallel.tensor_mode=1d, whose products are repeated: no rank is slow"
+    )
+    return [
+        ("cluster.slowdown_by", cluster.slowdown_by, usual, given, "cluster.slowdown"),
+        ("cluster.slowdown_by", cluster.slowdown_by, usual, not (given and repeats) or shared, products),
     ]
 
 

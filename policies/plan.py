@@ -163,6 +163,35 @@ class Slice(Step):
 
 
 @dataclass(frozen=True, slots=True)
+class Part(Step):
+    """`size` places of an operand along `dim`, from `first` on."""
+
+    first: int
+    size: int
+    dim: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Place(Step):
+    """An operand at `first` of `total` places along `dim`, zeros elsewhere.
+
+    `add`: to what the operand that it writes holds already.
+    """
+
+    first: int
+    total: int
+    dim: int = -1
+    add: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Join(Step):
+    """Operands side by side along `dim`."""
+
+    dim: int = -1
+
+
+@dataclass(frozen=True, slots=True)
 class Multiply(Step):
     """The product of two operands, matrices over their last dimension and all others taken together.
 
@@ -254,9 +283,10 @@ class ReduceTo(Collective):
 
 @dataclass(frozen=True, slots=True)
 class Scatter(Collective):
-    """`parts[i]` rows of the root's operand go to the i-th rank, one after the other; the root's own part is 0.
+    """`parts[i]` rows (or places along `dim`) of the root's operand go to the i-th rank, one after the other.
 
-    A rank whose part is 0 has nothing to do with it.
+    The root's own part is 0, and it has no result; a rank whose part is 0 has nothing to do with it. What others read
+    says the other sizes of what they get.
     """
 
     root: int = 0
@@ -272,7 +302,10 @@ class Scatter(Collective):
 
 @dataclass(frozen=True, slots=True)
 class Gather(Collective):
-    """Undoes a `Scatter`: `parts[i]` rows of the i-th rank come to the root."""
+    """Undoes a `Scatter`: `parts[i]` rows of the i-th rank come to the root, which alone has a result.
+
+    What the root reads says the other sizes of what it gets.
+    """
 
     root: int = 0
     parts: tuple[int, ...] = ()
@@ -338,7 +371,7 @@ class Plan:
             if step.after is not None:
                 raise ValueError(f"step {i} ({type(step).__name__}) has its after={step.after} already")
             waits = {made[name] for name in step.reads if name in made} | set(main)
-            if isinstance(step, Multiply) and step.add:
+            if isinstance(step, Multiply | Place) and step.add:
                 waits |= {made[name] for name in step.writes if name in made}
             placed.append(replace(step, after=tuple(sorted(waits))))
             made |= dict.fromkeys(step.writes, i)

@@ -91,7 +91,8 @@ def calibrate(
 
     To be called on all ranks.
 
-    A layout's collectives all block meanwhile, so that each lap holds them whole.
+    A layout's collectives all block meanwhile, so that each lap holds them whole. All ranks run at full speed, on an
+    even split: the simulator knows of `cluster.slowdown` and of what balancing moves.
 
     Computation is measured in its place: cores that were idle begin slowly, those that carried traffic less so, and
     ranks that waited for each other compete for the cores together. A pause in place of a collective does not
@@ -107,7 +108,7 @@ def calibrate(
     experiment = _evenly(_own_store(experiment))
     if experiment.offload.path is not None:  # what a kill left of an earlier one
         shutil.rmtree(Path(experiment.offload.path) / f"rank_{context.rank}", ignore_errors=True)
-    trainer = Trainer(experiment, context, overlap=False, folder=folder)
+    trainer = Trainer(experiment, context, overlap=False, folder=folder, undisturbed=True)
     try:
         for number in range(warmup + iterations):
             dist.barrier()

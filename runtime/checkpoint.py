@@ -89,14 +89,6 @@ def check_resume(experiment: ExperimentConf) -> None:
             "here, and optimizer states of the one do not fit the other; go on with a policy that keeps them "
             f"{found.placement}"
         )
-    laid = _parallel(experiment)
-    if found.parallel != laid:
-        key = next(key for key in {**found.parallel, **laid} if found.parallel.get(key) != laid.get(key))
-        written = found.parallel.get(key, getattr(ParallelConf(), key))
-        raise ValueError(
-            f"{where}: written with parallel.{key}={written}; parallel.{key}={getattr(experiment.parallel, key)} here, "
-            "and each rank saves the part of the model that it has; go on with the same layout"
-        )
     _check_files(found, where)
     if found.step >= experiment.steps:
         raise ValueError(f"{where}: {found.step} steps are done; steps={experiment.steps} must be more")
@@ -113,7 +105,7 @@ def _parallel(experiment: ExperimentConf) -> dict[str, Any]:
     conf, usual = experiment.parallel, ParallelConf()
     if conf.ranks_a_replica == 1:
         return {}
-    keys = ("pipeline", "virtual_stages", "stage_layers", "tensor", "tensor_mode", "depth")
+    keys = ("pipeline", "virtual_stages", "tensor", "tensor_mode", "depth", "stage_layers")
     return {key: getattr(conf, key) for key in keys if getattr(conf, key) != getattr(usual, key)}
 
 
@@ -137,6 +129,14 @@ class Stateful(Protocol):
 
     @property
     def place(self) -> str: ...
+
+    def named_parameters(self) -> "Mapping[str, torch.nn.Parameter]":
+        """What the optimizer steps, in its order."""
+        ...
+
+    def local_part(self, name: str, whole: "torch.Tensor") -> "torch.Tensor":
+        """This rank's part of what lies like the parameter of that name; where it is sharded, of all its replicas."""
+        ...
 
 
 def save_checkpoint(
@@ -195,13 +195,17 @@ def save_checkpoint(
 def load_checkpoint(
     checkpoint: Checkpoint,
     *,
+    experiment: ExperimentConf,
     engine: Stateful,
     optimizer: "torch.optim.Optimizer | None",
     planner: "LoadPlanner | None" = None,
 ) -> None:
     """Bring weights and optimizer states of all ranks to where the checkpoint was taken.
 
+    Of another layout than this run's (`is_recut`) they are put together and cut anew.
+
     Args:
+        experiment: Of this run.
         planner: Puts tensors where they lie, if not into the engine's own; torch's by default.
 
     Raises:
@@ -210,6 +214,9 @@ def load_checkpoint(
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    if is_recut(checkpoint, experiment):
+        _load_recut(checkpoint, experiment, engine, optimizer)
+        return
     state = {"model": engine.state_dict(), "optimizer": _optimizer_state(optimizer, engine.place)}
     try:
         load(state, checkpoint_id=checkpoint.folder, planner=planner)
@@ -217,6 +224,42 @@ def load_checkpoint(
         raise RuntimeError(f"checkpoint {checkpoint.folder} cannot be read: {_first_line(err)}") from err
     if planner is None:
         engine.load_state_dict(state["model"])
+
+
+def is_recut(checkpoint: Checkpoint, experiment: ExperimentConf) -> bool:
+    """Whether a run under another layout than the checkpoint's goes on from it."""
+    return checkpoint.parallel != _parallel(experiment)
+
+
+def _load_recut(
+    checkpoint: Checkpoint,
+    experiment: ExperimentConf,
+    engine: Stateful,
+    optimizer: "torch.optim.Optimizer | None",
+) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from .layout.recut import WrittenLayout, read_recut
+
+    written = WrittenLayout(
+        checkpoint.folder,
+        checkpoint.parallel,
+        model_spec(experiment),
+        replicated=checkpoint.placement != Placement.sharded.value,
+    )
+    state = engine.state_dict()
+    prefix = f"{engine.place}/" if engine.place else ""
+    try:
+        read_recut(
+            written,
+            model={name.removeprefix(prefix): tensor for name, tensor in state.items()},
+            parameters=engine.named_parameters(),
+            optimizer=optimizer,
+            cut=engine.local_part,
+        )
+    except CheckpointException as err:
+        raise RuntimeError(f"checkpoint {checkpoint.folder} cannot be read: {_first_line(err)}") from err
+    engine.load_state_dict(state)
 
 
 def prepare_optimizer_state(optimizer: "torch.optim.Optimizer | None") -> None:

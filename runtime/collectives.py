@@ -23,6 +23,11 @@ from .ring import Codec, ring_reduce_scatter
 _ALL_TO_ALL_TAG = 1_000
 _TREE_TAG = 1_001
 _SHIFT_TAG = 1_002  # and on: one a message
+_SCATTER_TAG = 3_000
+_GATHER_TAG = 3_001
+
+
+_Message = tuple[Tensor, int]  # and the rank that it goes to, or comes from
 
 
 class Pending(Protocol):
@@ -83,6 +88,37 @@ class Collectives(Protocol):
         """Messages to the rank `by` places further in the group, and as many from the one as far before; a ring."""
         ...
 
+    def scatter(
+        self,
+        group: Group,
+        rows: Tensor | None,
+        out: Tensor | None,
+        root: int,
+        parts: Sequence[int],
+        *,
+        later: bool = False,
+    ) -> Pending | None:
+        """`parts[i]` of the root's `rows` [sum of parts, n], one after the other, become `out` [parts[i], n] at place
+        i.
+
+        To be called where `parts` has something to send or to get; `rows` is of the root, `out` of the others. Between
+        two ranks messages go in the order of calls.
+        """
+        ...
+
+    def gather(
+        self,
+        group: Group,
+        rows: Tensor | None,
+        out: Tensor | None,
+        root: int,
+        parts: Sequence[int],
+        *,
+        later: bool = False,
+    ) -> Pending | None:
+        """Undoes a scatter: `rows` [parts[i], n] of place i come to the root's `out` [sum of parts, n]."""
+        ...
+
 
 class _Library:
     """What both backends take from torch.distributed."""
@@ -105,6 +141,44 @@ class _Library:
     def reduce(self, group: Group, x: Tensor, root: int, *, later: bool = False) -> Pending | None:
         work: dist.Work | None = dist.reduce(x, group.ranks[root], group=group.handle, async_op=later)
         return work
+
+    def scatter(
+        self,
+        group: Group,
+        rows: Tensor | None,
+        out: Tensor | None,
+        root: int,
+        parts: Sequence[int],
+        *,
+        later: bool = False,
+    ) -> Pending | None:
+        if group.index == root:
+            sends, receives = _by_part(group, rows, parts), []
+        else:
+            sends, receives = [], [(_there(out), group.ranks[root])]
+        return self._messages(group, sends, receives, _SCATTER_TAG).or_wait(later=later)
+
+    def gather(
+        self,
+        group: Group,
+        rows: Tensor | None,
+        out: Tensor | None,
+        root: int,
+        parts: Sequence[int],
+        *,
+        later: bool = False,
+    ) -> Pending | None:
+        if group.index == root:
+            sends, receives = [], _by_part(group, out, parts)
+        else:
+            sends, receives = [(_there(rows), group.ranks[root])], []
+        return self._messages(group, sends, receives, _GATHER_TAG).or_wait(later=later)
+
+    def _messages(
+        self, group: Group, sends: Sequence[_Message], receives: Sequence[_Message], tag: int
+    ) -> "_Posted":
+        """Start all of them."""
+        raise NotImplementedError
 
 
 class Gloo(_Library):
@@ -167,6 +241,13 @@ class Gloo(_Library):
         ]
         return _Posted(waiting, (*sends, *receives)).or_wait(later=later)
 
+    def _messages(
+        self, group: Group, sends: Sequence[_Message], receives: Sequence[_Message], tag: int
+    ) -> "_Posted":
+        waiting = [_started(dist.irecv(x, peer, group=group.handle, tag=tag)) for x, peer in receives]
+        waiting += [_started(dist.isend(x, peer, group=group.handle, tag=tag)) for x, peer in sends]
+        return _Posted(waiting, [x for x, _ in (*sends, *receives)])
+
 
 class Nccl(_Library):
     """On GPUs. Calls return once they are on the current stream."""
@@ -205,6 +286,13 @@ class Nccl(_Library):
         ops += [dist.P2POp(dist.irecv, buffer, before, group.handle) for buffer in receives]
         return _Posted(dist.batch_isend_irecv(ops), (*sends, *receives)).or_wait(later=later)
 
+    def _messages(
+        self, group: Group, sends: Sequence[_Message], receives: Sequence[_Message], tag: int
+    ) -> "_Posted":
+        ops = [dist.P2POp(dist.isend, x, peer, group.handle) for x, peer in sends]
+        ops += [dist.P2POp(dist.irecv, x, peer, group.handle) for x, peer in receives]
+        return _Posted(dist.batch_isend_irecv(ops), [x for x, _ in (*sends, *receives)])
+
 
 @dataclass(frozen=True, slots=True)
 class _Posted:
@@ -238,6 +326,17 @@ def backend_of(device: torch.device) -> Backend:
 def _neighbours(group: Group, by: int) -> tuple[int, int]:
     """The ranks to send to and to receive from."""
     return group.ranks[(group.index + by) % group.size], group.ranks[(group.index - by) % group.size]
+
+
+def _by_part(group: Group, rows: Tensor | None, parts: Sequence[int]) -> list[_Message]:
+    """The rows of each rank that has some, and the rank."""
+    pieces = torch.split(_there(rows), list(parts))
+    return [(piece, rank) for piece, rank in zip(pieces, group.ranks, strict=True) if len(piece)]
+
+
+def _there(x: Tensor | None) -> Tensor:
+    assert x is not None, "of a rank that sends or gets it"
+    return x
 
 
 def _started(work: dist.Work | None) -> dist.Work:

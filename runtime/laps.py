@@ -92,26 +92,41 @@ def boundary(x: torch.Tensor, clock: Clock | None, *, forward: str, backward: st
     return marked
 
 
+def _at_full_speed() -> float:
+    return 1.0
+
+
 class Pace:
-    """Stretches a unit's computation to a calibrated length: the device that the CPU stands for.
+    """Stretches a unit's computation to a calibrated length: the device that the CPU stands for, or a rank made slow.
 
     The real mathematics is done within that time; what is left of it is slept away. If the CPU is slower than
     the pace, its own time stands.
 
     Args:
-        sequence_ns: Forward, of one of the sequences that go in together.
+        sequence_ns: Forward, of one of the sequences that go in together, at full speed; None: what was measured.
         recompute: Backward repeats forward first.
+        slow: Says how many times as long it takes now.
+        synchronize: Waits for the device, where work runs asynchronously.
     """
 
-    def __init__(self, sequence_ns: float, *, recompute: bool) -> None:
+    def __init__(
+        self,
+        sequence_ns: float | None,
+        *,
+        recompute: bool,
+        slow: Callable[[], float] = _at_full_speed,
+        synchronize: Callable[[], None] | None = None,
+    ) -> None:
         self._sequence_ns = sequence_ns
         self._times_backward = 3 if recompute else 2
-        self.forward_ns = 0
-        self._forward_ends_ns = self._backward_ends_ns = 0
+        self.forward_ns: int | None = None  # of the sequences that are here
+        self._slow, self._synchronize = slow, synchronize
+        self._forward_began_ns = self._backward_began_ns = 0
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """At the unit's input, [sequences, ...]."""
-        self.forward_ns = round(len(x) * self._sequence_ns)
+        if self._sequence_ns is not None:
+            self.forward_ns = round(len(x) * self._sequence_ns)
         entered: torch.Tensor = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
         return entered
 
@@ -121,16 +136,27 @@ class Pace:
         return left
 
     def forward_begins(self) -> None:
-        self._forward_ends_ns = time.monotonic_ns() + self.forward_ns
+        self._forward_began_ns = time.monotonic_ns()
 
     def forward_ends(self) -> None:
-        sleep_until(self._forward_ends_ns)
+        self._end(self._forward_began_ns, self.forward_ns)
 
     def backward_begins(self) -> None:
-        self._backward_ends_ns = time.monotonic_ns() + self._times_backward * self.forward_ns
+        self._backward_began_ns = time.monotonic_ns()
 
     def backward_ends(self) -> None:
-        sleep_until(self._backward_ends_ns)
+        self._end(self._backward_began_ns, self.forward_ns, self._times_backward)
+
+    def _end(self, began_ns: int, forward_ns: int | None, times: int = 1) -> None:
+        factor = self._slow()
+        at_full_speed_ns = None if forward_ns is None else times * forward_ns
+        if at_full_speed_ns is None:
+            if factor == 1:
+                return
+            if self._synchronize is not None:
+                self._synchronize()
+            at_full_speed_ns = time.monotonic_ns() - began_ns
+        sleep_until(began_ns + round(factor * at_full_speed_ns))
 
 
 class _Enter(torch.autograd.Function):

@@ -23,6 +23,7 @@ from ..analysis.record import (
 from ..conf.model_flop import train_flop_per_token
 from ..conf.model_spec import ModelSpec
 from ..conf.schema import ExperimentConf
+from .balance.balancer import BalanceReport
 from .case import Case
 from .interfaces import InterfaceBytes
 from .laps import Lap
@@ -47,7 +48,9 @@ class RankReport:
     laps: list[Lap]
     rows: list[LedgerRow]
     spans: list[Span]
-    decisions: list[Decision]  # rank 0's; all with the same units decide alike, so the others send the digest
+    # rank 0's, and what the other tensor groups' balancing policies decided; ranks with the same units decide alike, so
+    # the others send the digest
+    decisions: list[Decision]
     decision_digest: str
     memory_bytes: dict[str, int]  # activations are left out where no step was measured
     interface: InterfaceBytes | None  # bytes during the steps and validations; one rank of each node
@@ -57,6 +60,7 @@ class RankReport:
     units_of: str = ""  # ranks with the same have the same units
     far_bytes: dict[str, int] | None = None  # in far memory, by class; None: nothing is offloaded
     moved_bytes: dict[str, int] | None = None  # to and from it in the last step
+    balance: BalanceReport | None = None
 
     @property
     def comm_streams(self) -> set[str]:
@@ -87,8 +91,8 @@ def write_outcome(
         alike = first.setdefault(other.units_of, other)
         if other.decision_digest != alike.decision_digest:
             raise RuntimeError(
-                f"rank {other.rank} took other decisions than rank {alike.rank}: the policy {experiment.comm.name} "
-                "depends on more than its events"
+                f"rank {other.rank} took other decisions than rank {alike.rank}: a policy "
+                f"(comm={experiment.comm.name}, balance={experiment.balance.name}) depends on more than its events"
             )
     metrics = _mean_metrics(reports)
     folder = context.case_folder(case)
@@ -183,11 +187,12 @@ def _record(
         {"rank": report.rank, "count": 1, **mean_phases(own[warmup:])}
         for report, own in zip(reports, phases, strict=True)
     ]
-    result |= _outside(reports)
+    result |= _outside(reports) | _balance(reports)
     result["phases_s"] = mean_phases([step for own in phases for step in own[warmup:]])
     _add_rates(result, experiment, spec, replicas_of_model(experiment, context.num_ranks), context.num_ranks)
     spans = _on_one_clock(reports)
-    return Record(result, ledger=rows, decisions=list(reports[0].decisions), spans=spans)
+    decisions = [decision for report in reports for decision in report.decisions]
+    return Record(result, ledger=rows, decisions=decisions, spans=spans)
 
 
 def _kernels(context: WorkerContext) -> dict[str, Any]:
@@ -214,6 +219,33 @@ def _outside(reports: Sequence[RankReport]) -> dict[str, Any]:
         "far_memory_bytes": {name: sum(far[name] for far in here) for name in first.far_bytes},
         "moved_bytes": first.moved_bytes,
     }
+
+
+def _balance(reports: Sequence[RankReport]) -> dict[str, Any]:
+    """Of each tensor group what was measured and put in force, and what that took: of telling all ranks the times, the
+    least that a rank took, for the others waited for it; of deciding, the most.
+    """
+    groups: dict[tuple[int, ...], list[BalanceReport]] = {}
+    for report in reports:
+        if report.balance is not None:
+            groups.setdefault(report.balance.ranks, []).append(report.balance)
+    found = []
+    for ranks, of_group in groups.items():
+        gathers = zip(*(each.gather_s for each in of_group), strict=True)
+        decides = zip(*(each.decide_s for each in of_group), strict=True)
+        took_s = [min(gather) + max(decide) for gather, decide in zip(gathers, decides, strict=True)]
+        first = of_group[0]
+        found.append(
+            {
+                "ranks": list(ranks),
+                "periods": [
+                    {**period, "overhead_s": s} for period, s in zip(first.periods, took_s, strict=True)
+                ],
+                "overhead_s": sum(took_s),
+            }
+        )
+    policy = next((report.balance.policy for report in reports if report.balance is not None), "")
+    return {"balance": {"policy": policy, "groups": found}} if found else {}
 
 
 def replicas_of_model(experiment: ExperimentConf, num_ranks: int) -> int:

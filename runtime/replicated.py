@@ -112,6 +112,10 @@ class ReplicatedEngine:
     def take_sequences(self, count: int) -> None:
         """Nothing here is of the size of a micro-batch."""
 
+    @property
+    def place(self) -> str:
+        return ""
+
     def begin_micro_batch(self, index: int, count: int) -> None:
         self._micro_batch, self._num_micro_batches = index, count
         if index == 0:
@@ -222,9 +226,8 @@ class ReplicatedEngine:
     def full_gradients(self) -> dict[str, Tensor]:
         return {name: gradient.clone() for name, gradient in self.gradients().items()}
 
-    @property
-    def place(self) -> str:
-        return ""
+    def local_part(self, name: str, whole: Tensor) -> Tensor:
+        return whole
 
     def secondary_bytes(self) -> int:
         return 0

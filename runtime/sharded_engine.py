@@ -99,6 +99,10 @@ class ShardedEngine:
     def take_sequences(self, count: int) -> None:
         """Nothing here is of the size of a micro-batch."""
 
+    @property
+    def place(self) -> str:
+        return ""
+
     def begin_micro_batch(self, index: int, count: int) -> None:
         self._hooks.begin_micro_batch(index, count)
 
@@ -176,9 +180,8 @@ class ShardedEngine:
         with self._ledger.set_up():
             return {name: _whole(p.grad) for name, p in self._parameters.items() if p.grad is not None}
 
-    @property
-    def place(self) -> str:
-        return ""
+    def local_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        return whole
 
     def secondary_bytes(self) -> int:
         return self._hooks.secondary_bytes

@@ -4,7 +4,7 @@ Shapes: B sequences, T tokens, D hidden.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -106,18 +106,36 @@ class Stack(nn.Module, ABC):
             border = f"block.{i}"
         return boundary(x_BTD, self.clock, forward=f"forward/{border}", backward="backward/root")
 
-    def emulate(self, flop_per_s: float, *, sequence: int) -> None:
+    def emulate(
+        self,
+        flop_per_s: float | None,
+        *,
+        sequence: int,
+        slow: Callable[[], float] | None = None,
+        synchronize: Callable[[], None] | None = None,
+    ) -> None:
         """Make every unit take the time that its matmuls take at this rate (backward: twice that), by how many
         sequences it is given.
 
         All of the root's time is taken where its head is.
+
+        Args:
+            flop_per_s: None: units take the time that they take.
+            slow, synchronize: As of `Pace`: how many times as long units take now.
         """
         block = sum(product.flop for product in block_matmuls(self.spec, sequence=sequence, micro=1))
         root = sum(product.flop for product in root_matmuls(self.spec, sequence=sequence, micro=1))
-        self._pace = Pace(root / flop_per_s * 1e9, recompute=False)
+
+        def pace(flop: int, *, recompute: bool) -> Pace:
+            sequence_ns = None if flop_per_s is None else flop / flop_per_s * 1e9
+            if slow is None:
+                return Pace(sequence_ns, recompute=recompute)
+            return Pace(sequence_ns, recompute=recompute, slow=slow, synchronize=synchronize)
+
+        self._pace = pace(root, recompute=False)
         for each in self.stack():
             assert isinstance(each, PacedBlock)
-            each.pace = Pace(block / flop_per_s * 1e9, recompute=self.recompute)
+            each.pace = pace(block, recompute=self.recompute)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

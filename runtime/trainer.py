@@ -10,17 +10,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ..analysis.record import Decision
 from ..conf.compose import load_experiment, model_spec
 from ..conf.model_spec import ModelSpec
 from ..conf.schema import ExperimentConf, Launch, OffloadKind, Recompute
-from ..policies.balance import BalanceAction, StagesMeasured
-from ..policies.balance.build import build_shares
+from ..policies.balance import BalanceAction, BalancePolicy, StagesMeasured, is_balance_event
+from ..policies.balance.build import balanced_work, build_balance, build_shares
 from ..policies.comm import CommPolicy, build_comm
 from ..policies.layout import ParallelLayout, layout_of, replicas_of
-from ..policies.mesh import DATA, PIPELINE, Mesh
+from ..policies.mesh import DATA, PIPELINE, TENSOR, Mesh
 from ..policies.offload import Kind
+from .balance.balancer import Balancer
 from .balance.batch import SequenceShares
+from .balance.build import build_balancer, build_rate
 from .balance.measured import available_bytes
+from .balance.straggle import Straggler, build_straggler
 from .case import Case
 from .checkpoint import (
     CHECKPOINTS,
@@ -39,6 +43,7 @@ from .images import Images
 from .interfaces import InterfaceBytes, read_interface
 from .interpreter import Interpreter
 from .laps import Laps
+from .layout.engine import LayoutEngine
 from .layout.pace import Rate
 from .layout.tokens import token_index
 from .learning_rate import learning_rate
@@ -90,6 +95,8 @@ class Trainer:
         context: This rank.
         overlap: False: nothing is communicated beside computation, whatever `comm.overlap` and plans say.
         folder: Of the run, for what is offloaded to disk where offload.path does not say.
+        undisturbed: No rank is made slow and nothing is balanced, whatever `cluster.slowdown` and `balance` say.
+        balance: In place of the policy that `balance` describes.
     """
 
     def __init__(
@@ -99,13 +106,20 @@ class Trainer:
         *,
         overlap: bool = True,
         folder: Path | None = None,
+        undisturbed: bool = False,
+        balance: BalancePolicy | None = None,
     ) -> None:
         self.experiment, self.context = experiment, context
         self.spec: ModelSpec = model_spec(experiment)
         batch = experiment.batch
         self.sequence = batch.sequence or self.spec.sequence
         cuda = context.device.type == "cuda"
-        self.laps = Laps(torch.cuda.synchronize if cuda else None)
+        self._synchronize = torch.cuda.synchronize if cuda else None
+        self.laps = Laps(self._synchronize)
+        self.straggler: Straggler | None = None
+        if not undisturbed:
+            self.straggler = build_straggler(experiment.cluster, context.rank)
+        self.balancer: Balancer | None = None
         layout = layout_of(experiment, self.spec)
         seen = replicas_of(experiment)
         policy, _ = build_comm(experiment.comm, num_ranks=seen.num_ranks, ranks_per_node=seen.ranks_per_node)
@@ -129,9 +143,11 @@ class Trainer:
         self._models: list[Stack] = []  # the parts that are here
         self.ledger = Ledger(rank=context.rank, mesh=mesh)
         activate(self.ledger)
+        self._work = None if undisturbed else balanced_work(experiment, self.spec, layout)
+        self._balance = balance
         self.engine: CommEngine = self._build_engine(layout, policy, groups, overlap=overlap)
         self.shares: SequenceShares | None = None  # None: all replicas have as many sequences
-        if experiment.balance.name == "batch":
+        if experiment.balance.name == "batch" and not undisturbed:
             self.shares = self._new_shares(groups)
         self.optimizer = build_optimizer(
             experiment.optimizer,
@@ -170,6 +186,8 @@ class Trainer:
             tensorboard=tensorboard,
         )
         with writer:
+            if self.balancer is not None:
+                self.balancer.run_begins(self.first_step)
             if self._split is not None:
                 self.ledger.at(iteration=self.first_step)
                 self.ledger.decided_balance(*self._split)
@@ -211,6 +229,10 @@ class Trainer:
             steps=self.experiment.steps,
             conf=self.experiment.train,
         )
+        if self.straggler is not None:
+            self.straggler.step_begins(step)
+        if self.balancer is not None:
+            self.balancer.step_begins(step)
         start_ns = self.laps.start()
         self.ledger.at(iteration=step)
         if self.offload is not None:
@@ -229,6 +251,8 @@ class Trainer:
         norm, skipped = self._apply(rate, scale)
         self.engine.after_optimizer_step()  # after a skipped step too: all ranks must go the same way
         self.engine.zero_grad()
+        if self.balancer is not None:
+            self.balancer.step_ends(step)
         if self.offload is not None:
             self.offload.stepped(step + 1, self._notes())
         if self.shares is not None:
@@ -275,6 +299,8 @@ class Trainer:
     def close(self) -> None:
         """Let go of threads and hooks."""
         self.engine.close()
+        if self.straggler is not None:
+            self.straggler.close()
         if self.offload is not None:
             self.offload.close()
             keep_freed_memory()  # the next case of a launch begins as the first one did
@@ -308,8 +334,15 @@ class Trainer:
             if self.offload is not None:
                 self.offload.step()
             else:
-                self.optimizer.step()
+                with self._stepping():
+                    self.optimizer.step()
         return norm, False
+
+    def _stepping(self) -> AbstractContextManager[object]:
+        if self.balancer is None or self.optimizer is None:
+            return nullcontext()
+        assert isinstance(self.engine, LayoutEngine), "ranks of a tensor group are balanced"
+        return self.balancer.stepping(self.engine.named_parameters(), self.optimizer)
 
     def _tell_dropout(self, step: int, micro_batch: int) -> None:
         """Masks follow from where a sequence stands in the step, whoever has it."""
@@ -327,9 +360,15 @@ class Trainer:
         ).to(self.context.device)
         self._dropout_clocks.append(model.dropout_clock)
         self._models.append(model)
-        rate = experiment.cluster.emulated_flops_per_s
-        if rate is not None and experiment.parallel.ranks_a_replica == 1:  # else each product is paced
-            model.emulate(rate, sequence=self.sequence)
+        rate, straggler = experiment.cluster.emulated_flops_per_s, self.straggler
+        paced = rate is not None or straggler is not None
+        if paced and experiment.parallel.ranks_a_replica == 1:  # else each product is paced
+            model.emulate(
+                rate,
+                sequence=self.sequence,
+                slow=None if straggler is None else lambda: straggler.stretch,
+                synchronize=self._synchronize,
+            )
         model.clock = self.laps
         return model
 
@@ -411,6 +450,24 @@ class Trainer:
             )
         from .layout.build import build_layout_engine
 
+        rate = build_rate(
+            experiment.cluster,
+            self.straggler,
+            device=device,
+            measured=self._work is not None,
+            synchronize=self._synchronize,
+        )
+        if self._work is not None:
+            assert rate is not None, "products that are balanced are timed"
+            self.balancer = build_balancer(
+                experiment,
+                self._work,
+                self._balance or build_balance(experiment.balance, self._work),
+                groups=groups,
+                ledger=self.ledger,
+                rate=rate,
+                device=device,
+            )
         return build_layout_engine(
             self._new_model,
             layout=layout,
@@ -422,8 +479,9 @@ class Trainer:
             micro=experiment.batch.micro,
             tokens=self.sequence,
             overlap=thread,
-            flop_per_s=experiment.cluster.emulated_flops_per_s,
+            rate=rate,
             beside=overlap,
+            balanced=self.balancer.balanced if self.balancer is not None else None,
         )
 
     @property
@@ -448,7 +506,13 @@ class Trainer:
         self.ledger.at(phase="setup", layer="")
         found = find_checkpoint(path)
         with self.offload.loading() if self.offload is not None else nullcontext() as planner:
-            load_checkpoint(found, engine=self.engine, optimizer=self.optimizer, planner=planner)
+            load_checkpoint(
+                found,
+                experiment=self.experiment,
+                engine=self.engine,
+                optimizer=self.optimizer,
+                planner=planner,
+            )
         if self.loss_scale is not None and found.loss_scale is not None:
             self.loss_scale.load(found.loss_scale)
         self.first_step = found.step
@@ -522,7 +586,7 @@ class Trainer:
             laps=self.laps.laps,
             rows=self.ledger.rows,
             spans=self.ledger.spans,
-            decisions=self.ledger.decisions if self.context.rank == 0 else [],
+            decisions=self._decisions(),
             decision_digest=decision_digest(self.ledger.decisions),
             memory_bytes={
                 "parameters": (
@@ -544,10 +608,25 @@ class Trainer:
             interface=after.since(before) if before is not None and after is not None else None,
             checkpoints=self.progress.checkpoints,
             skipped_steps=self.loss_scale.skipped_steps if self.loss_scale is not None else 0,
-            units_of=f"{PIPELINE}{self.ledger.mesh.index(PIPELINE, self.context.rank)}",
+            units_of=self._units_of(),
+            balance=self.balancer.report if self.balancer is not None else None,
             far_bytes=self.offload.far_bytes() if self.offload is not None else None,
             moved_bytes=self.offload.residency.moved_bytes("train") if self.offload is not None else None,
         )
+
+    def _units_of(self) -> str:
+        """Equal for ranks that are asked for the same units, and of balanced ones are told the same times."""
+        mesh, rank = self.ledger.mesh, self.context.rank
+        stage = f"{PIPELINE}{mesh.index(PIPELINE, rank)}"
+        return stage if self.balancer is None else f"{stage}.{TENSOR}{mesh.group(TENSOR, rank)[0]}"
+
+    def _decisions(self) -> list[Decision]:
+        """Rank 0's; of the first rank of another tensor group what its balancing policy decided."""
+        if self.context.rank == 0:
+            return self.ledger.decisions
+        if self.balancer is None or self.balancer.report.ranks[0] != self.context.rank:
+            return []
+        return [decision for decision in self.ledger.decisions if is_balance_event(decision.event)]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -56,6 +56,11 @@ class CommEngine(Protocol):
         """From the next step on a micro-batch of this replica has so many sequences; in a validation as ever."""
         ...
 
+    @property
+    def place(self) -> str:
+        """Where this rank stands on the axes that cut the model, such as "pipeline1"; "" if none does."""
+        ...
+
     def evaluate(self, batches: MicroBatches) -> torch.Tensor:
         """Forward without gradients. Summed over all ranks: [sum of the losses, answers told right], fp32."""
         ...
@@ -105,9 +110,12 @@ class CommEngine(Protocol):
         """What this rank holds for hpZ."""
         ...
 
-    @property
-    def place(self) -> str:
-        """Where this rank stands on the axes that cut the model, such as "pipeline1"; "" if none does."""
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """`parameters` by name, in their order."""
+        ...
+
+    def local_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of what lies like the parameter of that name, before replicas shard it."""
         ...
 
     def holders(self) -> Holders | None:
@@ -146,10 +154,6 @@ class PassEngine(CommEngine, Protocol):
 
     def finish_gradients(self) -> None:
         """After the last backward of a step: gradients of `parameters` are complete, and in fp32."""
-        ...
-
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """`parameters` by name, in their order."""
         ...
 
     def gradients(self) -> dict[str, torch.Tensor]:

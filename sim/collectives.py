@@ -16,6 +16,7 @@ from .interpreter import Transfer, Work, peer_of
 from .machine import Machine, Steps, Tag
 from .nccl import Nccl
 from .nccl_steps import NcclSteps
+from .pairs import Pairs, ends_of
 
 MAX_SEGMENT_BYTES = 1 << 20  # gloo's ring all-reduce and reduce cut a chunk into segments of at most this
 
@@ -100,6 +101,7 @@ class PerStep:
             self._nccl = NcclSteps(machine, Nccl(cluster, mesh, machine.costs.ns))
         self._launch_ns = cluster.device.launch_ns if self._nccl is not None else 0
         self.letters = Letters(machine.env, self._send_letter)
+        self._pairs = Pairs(machine.env, self._send_letter)
 
     def run(self, rank: int, transfer: Transfer, tag: Tag, wait_ns: int = 0) -> Steps:
         if wait_ns:
@@ -113,6 +115,9 @@ class PerStep:
         )
         if fixed_ns:
             yield self._machine.env.timeout(fixed_ns)
+        if transfer.parts:
+            yield from self._uneven(rank, group, transfer, tag)
+            return
         if self._nccl is not None:
             yield from self._nccl.run(rank, group, transfer, tag)
             return
@@ -154,13 +159,23 @@ class PerStep:
         else:
             yield self.letters.receive(tag, source, target)
 
-    def _send_letter(self, source: int, target: int, nbytes: int, _how: Any) -> Any:
+    def _uneven(self, rank: int, group: tuple[int, ...], transfer: Transfer, tag: Tag) -> Steps:
+        """The root's messages to or from all others at once: on gloo by notice, on NCCL when both ends have come."""
+        scatters = transfer.op == "scatter"
+        ends = ends_of(rank, group, transfer.parts, root=transfer.root, scatters=scatters)
+        if self._nccl is None:
+            yield from [self.post(tag, *end[:2], 0, end[2], sends=end[0] == rank) for end in ends]
+        else:
+            yield from [self._pairs.post(tag, *end, sends=end[0] == rank) for end in ends]
+
+    def _send_letter(self, source: int, target: int, nbytes: int, _how: Any = None) -> Any:
         latency_ns = self._machine.latency_ns(source, target)
         return self._machine.send(source, target, nbytes, after_ns=latency_ns, in_order=False)
 
     def missing(self) -> list[tuple[int, int]]:
         """Messages that one end waits for, as (waiting rank, rank that it waits for)."""
-        found = self.letters.missing() + (self._nccl.missing() if self._nccl is not None else [])
+        found = self.letters.missing() + self._pairs.missing()
+        found += self._nccl.missing() if self._nccl is not None else []
         return found + [
             (source, target) if message.received is None else (target, source)
             for (_, source, target, _), message in self._posted.items()

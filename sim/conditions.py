@@ -3,17 +3,19 @@
 import math
 from bisect import bisect_right
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..conf.conditions import Mtbf, Slowdown, failures, link_slowdowns, rank_slowdowns
-from ..conf.schema import ClusterConf
+from ..conf.schema import ClusterConf, SlowdownBy
 from ..policies.mesh import Mesh
 
 Vector = NDArray[np.int64]
 
-Speeds = tuple[tuple[int, ...], tuple[float, ...]]  # instants, and the factor from each of them on
+# instants, or optimizer steps, and the factor from each of them on
+Speeds = tuple[tuple[int, ...], tuple[float, ...]]
 
 
 class Conditions:
@@ -21,6 +23,8 @@ class Conditions:
 
     Attributes:
         ranks: Speeds of the ranks that have a slowdown: factors by which local work takes longer.
+        steps: The same of slowdowns that are told by optimizer steps.
+        by: Which local work they make slow.
         nodes: The same of the links of nodes.
         own_links: The same of the ranks' own links to their nodes.
         dies_ns: When a rank stops.
@@ -30,7 +34,10 @@ class Conditions:
 
     def __init__(self, cluster: ClusterConf, *, seed: int = 0) -> None:
         self._cluster = cluster
-        self.ranks = _speeds(rank_slowdowns(cluster.slowdown, cluster.num_ranks))
+        slow_ranks = rank_slowdowns(cluster.slowdown, cluster.num_ranks)
+        self.ranks = _speeds(tuple(slow for slow in slow_ranks if slow.from_step is None))
+        self.steps = _speeds_by_step(tuple(slow for slow in slow_ranks if slow.from_step is not None))
+        self.by = cluster.slowdown_by
         links = link_slowdowns(cluster.link_slowdown, nodes=cluster.nodes, num_ranks=cluster.num_ranks)
         self.nodes = _speeds(tuple(slow for slow in links if not slow.own))
         self.own_links = _speeds(tuple(slow for slow in links if slow.own))
@@ -55,7 +62,12 @@ class Conditions:
                     self.cuts[failure.node] = (*before, (failure.at_ns, failure.until_ns))
         moving = any(
             len(times) > 1
-            for times, _ in (*self.ranks.values(), *self.nodes.values(), *self.own_links.values())
+            for times, _ in (
+                *self.ranks.values(),
+                *self.steps.values(),
+                *self.nodes.values(),
+                *self.own_links.values(),
+            )
         )
         self.varies = moving or bool(self.dies_ns) or bool(self.cuts)
 
@@ -67,25 +79,52 @@ class Conditions:
             of_node = np.repeat(np.arange(len(cluster.parts)), [part.nodes for part in cluster.parts])
             colours = of_node[placement.node(np.arange(cluster.num_ranks))]
         seen: dict[object, int] = {}
-        odd = set(self.ranks) | set(self.dies_ns) | set(self.own_links)
+        odd = set(self.ranks) | set(self.steps) | set(self.dies_ns) | set(self.own_links)
         for node in set(self.nodes) | set(self.cuts):
             odd |= set(placement.ranks_on(node))
         for rank in sorted(odd):
             node = placement.node(rank)
             own = (self.ranks.get(rank), self.dies_ns.get(rank), self.own_links.get(rank))
-            traits = (int(colours[rank]), *own, self.nodes.get(node), self.cuts.get(node))
+            traits = (
+                int(colours[rank]),
+                self.steps.get(rank),
+                *own,
+                self.nodes.get(node),
+                self.cuts.get(node),
+            )
             colours[rank] = len(cluster.parts) + seen.setdefault(traits, len(seen) + 1)
         return colours
 
     def spread(self, mesh: Mesh, axes: Iterable[str]) -> None:
         """Let all ranks of a group be as slow as its slowest, where a program counts their collectives as its own."""
         for axis in axes:
-            for rank, own in sorted(self.ranks.items()):
-                for peer in mesh.group(axis, rank):
-                    self.ranks[peer] = _slower(self.ranks.get(peer, ((0,), (1.0,))), own)
+            for speeds in (self.ranks, self.steps):
+                for rank, own in sorted(speeds.items()):
+                    for peer in mesh.group(axis, rank):
+                        speeds[peer] = _slower(speeds.get(peer, ((0,), (1.0,))), own)
             for rank, at_ns in sorted(self.dies_ns.items()):
                 for peer in mesh.group(axis, rank):
                     self.dies_ns[peer] = min(at_ns, self.dies_ns.get(peer, at_ns))
+
+    def is_slow(self, rank: int) -> bool:
+        """Whether it ever has a slowdown."""
+        return rank in self.ranks or rank in self.steps
+
+    def slows(self, *, product: bool, of_block: bool) -> bool:
+        """Whether slowdowns are of such local work.
+
+        Args:
+            product: It is a product, or attention.
+            of_block: It belongs to the products of a block that a layout shares out.
+        """
+        if self.by is SlowdownBy.sleep:
+            return product
+        return self.by is not SlowdownBy.repeat or (product and of_block)
+
+    def step_factor(self, rank: int, step: int) -> float:
+        """By slowdowns that are told by steps."""
+        speeds = self.steps.get(rank)
+        return speeds[1][bisect_right(speeds[0], step) - 1] if speeds is not None else 1.0
 
     def end_ns(self, rank: int, start_ns: int, ns: int) -> int:
         """When `rank` is done with `ns` of work at its full speed that it begins at `start_ns`."""
@@ -168,3 +207,9 @@ def _speeds(slowdowns: tuple[Slowdown, ...]) -> dict[int, Speeds]:
         ]
         speeds[place] = (tuple(times), tuple(factors))
     return speeds
+
+
+def _speeds_by_step(slowdowns: tuple[Slowdown, ...]) -> dict[int, Speeds]:
+    """The same by optimizer steps."""
+    timed = [replace(s, from_ns=s.from_step or 0, until_ns=s.until_step) for s in slowdowns]
+    return _speeds(tuple(timed))

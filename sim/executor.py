@@ -203,6 +203,7 @@ class Executor:
             if leads and self._history is not None and self._repeats(clock):
                 self._stop.succeed()
                 return
+            self._machine.begin(rank, segment.iteration)
             program = segment.program(rank)
             workers = self._workers.get(id(program))
             if workers is None:
@@ -260,7 +261,8 @@ class Executor:
         skew_ns = machine.skew_ns if rank % 2 else 0
         takes_ns = self._durations(segment.program(rank), costs) if ahead else []
         timeout, run = env.timeout, self._collectives.run
-        slowed = rank in machine.conditions.ranks
+        conditions = machine.conditions
+        is_slow = conditions.is_slow(rank)
         dies_ns = machine.conditions.dies_ns.get(rank)
         clock = progress.timing.start_ns
         for item in items:
@@ -279,7 +281,7 @@ class Executor:
                     self._observer.computed(rank, number, progress.timing)
                 tag = (number, index if item.tag is None else item.tag)
                 wait_ns = clock - env.now + skew_ns
-                if dies_ns is not None or (slows_down and not transfer.peer):
+                if dies_ns is not None or (slows_down and not (transfer.peer or transfer.parts)):
                     if wait_ns:
                         yield timeout(wait_ns)
                     if dies_ns is not None and env.now >= dies_ns:
@@ -297,18 +299,21 @@ class Executor:
                 yield machine.far.run(rank, item.move)
                 clock = env.now
             elif not item.only_root or rank == self._root:
+                of_block = item.half is not None
+                slowed = is_slow and conditions.slows(product=item.product, of_block=of_block)
                 if slows_down and item.stream == COMPUTE and costs.slowdown(item.parts[0].work) > 1.0:
                     if clock > env.now:
                         yield timeout(clock - env.now)
                     yield from beside_collectives(env, busy, item.parts, costs)
                     clock = env.now
                     if slowed:
-                        clock = machine.conditions.end_ns(rank, starts_ns[index], clock - starts_ns[index])
+                        clock = machine.end_ns(rank, starts_ns[index], clock - starts_ns[index])
                 elif ahead:
                     total_ns = takes_ns[index]
-                    clock = machine.conditions.end_ns(rank, clock, total_ns) if slowed else clock + total_ns
+                    clock = machine.end_ns(rank, clock, total_ns) if slowed else clock + total_ns
                 else:
-                    yield from machine.work(rank, [part.work for part in item.parts])
+                    works = [part.work for part in item.parts]
+                    yield from machine.work(rank, works, product=item.product, of_block=of_block)
                     clock = env.now
             if dies_ns is not None and clock >= dies_ns:
                 yield env.event()

@@ -21,6 +21,7 @@ from .levels import PAIRWISE, Traffic, Use
 from .machine import Machine, Steps, Tag
 from .nccl import Nccl, Way
 from .network import NEVER_NS, Route, Stage
+from .pairs import Pairs, ends_of
 from .wires import Wires, uses_of
 
 MAX_EXCHANGING = (
@@ -91,6 +92,7 @@ class Folded:
         self._stages: dict[tuple[int, int], tuple[Transfer, tuple[Stage, ...]]] = {}
         self._open: dict[tuple[Tag, str, int], _Meeting] = {}
         self._letters = Letters(machine.env, self._send)
+        self._pairs: dict[str, Pairs] = {}  # by axis
         self._class_of = {rank: number for number, rank in enumerate(self._fold.ranks)}
         self._ends: dict[tuple[int, str, str, int], tuple[int, int, Route]] = {}
         self._conditions = conditions
@@ -103,6 +105,9 @@ class Folded:
         of_class = self._class_of[rank]
         if transfer.peer:
             yield from self._message(rank, transfer, tag, wait_ns)
+            return
+        if transfer.parts:
+            yield from self._uneven(rank, transfer, tag, wait_ns)
             return
         circle = self._fold.circle(transfer.axis, of_class)
         classes = circle.classes
@@ -180,6 +185,7 @@ class Folded:
         """(A waiting rank, a rank that it waits for) of all open collectives and receipts."""
         ranks = self._fold.ranks
         found = self._letters.missing()
+        found += [pair for pairs in self._pairs.values() for pair in pairs.missing()]
         for meeting in self._open.values():
             absent = [c for c in meeting.classes if c not in meeting.come] or self._cut_off(meeting)
             found += [
@@ -231,6 +237,30 @@ class Folded:
             yield self._letters.receive(tag, peer, rank)
         else:
             yield self._letters.send(tag, rank, peer, transfer.message_bytes, (route, wait_ns + fixed_ns))
+
+    def _uneven(self, rank: int, transfer: Transfer, tag: Tag, wait_ns: int) -> Steps:
+        """The root's messages to or from all others at once, each when both ends have come; of ranks that are simulated
+        apart.
+        """
+        assert len(self._fold) == self._mesh.num_ranks, "parts differ from rank to rank"
+        wait_ns += self._fixed_ns(transfer)
+        if wait_ns:
+            yield self._machine.env.timeout(wait_ns)
+        axis = transfer.axis
+        if axis not in self._pairs:
+            self._pairs[axis] = Pairs(self._machine.env, partial(self._move_along, axis))
+        group = self._mesh.group(axis, rank)
+        scatters = transfer.op == "scatter"
+        ends = ends_of(rank, group, transfer.parts, root=transfer.root, scatters=scatters)
+        yield from [self._pairs[axis].post(tag, *end, sends=end[0] == rank) for end in ends]
+
+    def _move_along(self, axis: str, source: int, target: int, nbytes: int) -> Any:
+        """A message of an axis. On gloo its receiver's notice comes before it."""
+        size, index = self._mesh.size(axis), self._mesh.index
+        shift = (index(axis, target) - index(axis, source)) % size
+        latency_ns = self._machine.topology.latency_ns(source, target) * (1 if self._nccl is not None else 2)
+        route = self._wires.message(axis, shift, self._class_of[source])
+        return self._machine.network.flow(nbytes, route, after_ns=latency_ns)
 
     def _send(self, source: int, target: int, nbytes: int, how: Any) -> Any:
         route, after_ns = how

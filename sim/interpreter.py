@@ -77,7 +77,8 @@ class Transfer:
     stage; the last is followed by the first), and both ends have one tag. A send's data leaves at once, and a
     receipt ends when all of it is there. `numel` and `element_bytes` describe the whole input of an all_reduce
     or reduce. `hop` is the work between two hops of a ring that reduces: before the first send, and after each
-    receipt.
+    receipt. op `scatter` and `gather`: messages between the root and those whose part is not empty, `message_bytes` of
+    the largest; nobody else takes part.
     """
 
     op: str
@@ -90,6 +91,7 @@ class Transfer:
     root: int = 0  # position in the group
     hop: tuple[tuple[Work, ...], tuple[Work, ...]] = ((), ())
     peer: int = 0  # signed distance along the axis
+    parts: tuple[int, ...] = ()  # of a scatter or gather: bytes of each place's part, the root's own 0
     listed: bool = True  # in the ledger; else the other end's row stands for it
 
 

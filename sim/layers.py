@@ -9,6 +9,7 @@ Bytes are counted kernel by kernel: "2 + 2" reads one 16-bit tensor and writes o
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..conf.model_flop import Matmul, block_matmuls, recompute_flop
 from ..conf.model_spec import ModelSpec
@@ -202,8 +203,20 @@ def _check_tensor(spec: ModelSpec, tensor: int) -> None:
             raise ValueError(f"parallel.tensor={tensor} must divide model.{key}={getattr(spec, key)}")
 
 
+class Widths(NamedTuple):
+    """What one rank computes of a block."""
+
+    heads: int
+    kv_heads: int
+    ffn: int
+
+
 class Block:
-    """Builds the modules of one block. All sizes are of one rank."""
+    """Builds the modules of one block. All sizes are of one rank.
+
+    Args:
+        widths: None: an even share of `tensor` ranks.
+    """
 
     def __init__(
         self,
@@ -214,14 +227,19 @@ class Block:
         tensor: int,
         sequence_parallel: bool,
         kernels: Kernels,
+        widths: Widths | None = None,
     ) -> None:
+        self.widths = widths
         self.spec, self.device, self.kernels = spec, device, kernels
         self.element = device.element_bytes
         self.tensor, self.sequence, self.micro = tensor, sequence, micro
         self.tokens = sequence * micro
         self.own_tokens = self.tokens / tensor if sequence_parallel else float(self.tokens)
-        self.query = spec.heads * spec.head_dim // tensor
-        self.keys = spec.kv_heads * spec.head_dim // tensor
+        if widths is None:
+            self.query = spec.heads * spec.head_dim // tensor
+            self.keys = spec.kv_heads * spec.head_dim // tensor
+        else:
+            self.query, self.keys = widths.heads * spec.head_dim, widths.kv_heads * spec.head_dim
         self.products = {p.kind: p for p in block_matmuls(spec, sequence=sequence, micro=micro)}
 
     def modules(self) -> tuple[Module, ...]:
@@ -291,7 +309,7 @@ class Block:
 
     def core(self) -> list[Module]:
         spec, e, device = self.spec, self.element, self.device
-        heads = spec.heads // self.tensor
+        heads = spec.heads // self.tensor if self.widths is None else self.widths.heads
         causal = spec.family in CAUSAL
         num = self.micro * heads
         scores = Matmul("scores", self.sequence, self.sequence, spec.head_dim, num)
@@ -355,6 +373,8 @@ class Block:
 
     def activation(self) -> Module:
         e, numel = self.element, self.tokens * self.spec.ffn // self.tensor
+        if self.widths is not None:
+            numel = self.tokens * self.widths.ffn
         if not self.spec.is_gated:  # one kernel, and it keeps its input and its output
             forward = self.device.streamed(2 * e * numel, 1)
             backward = self.device.streamed(3 * e * numel, 1)

@@ -254,6 +254,10 @@ class Ledger:
                 return wire.broadcast(mesh, rank, group, group[t.root], t.message_bytes)
             case "reduce_tree":
                 return wire.reduce_tree(mesh, rank, group, group[t.root], t.message_bytes)
+            case "scatter":
+                return wire.scatter(mesh, rank, group, group[t.root], t.parts)
+            case "gather":
+                return wire.gather(mesh, rank, group, group[t.root], t.parts)
             case "send":
                 return wire.to_peers(mesh, rank, [(peer_of(group, rank, t), t.message_bytes)])
             case "recv":

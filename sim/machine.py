@@ -5,7 +5,7 @@ from typing import Any
 
 import simpy
 
-from ..conf.schema import Backend, ClusterConf
+from ..conf.schema import Backend, ClusterConf, SlowdownBy
 from .conditions import Conditions
 from .costs import Costs
 from .far import FarMemory
@@ -68,6 +68,8 @@ class Machine:
         self._compute_share = min(1.0, self.core_share / costs.computing)
         self._routes: dict[tuple[int, int, bool], tuple[Path, Route, bool]] = {}
         self._last_sent: dict[tuple[int, int], Any] = {}  # of each connection
+        self._step_factors: dict[int, float] = {}  # of ranks, in the step that each is in
+        self._rests = self.conditions.by in (SlowdownBy.sleep, SlowdownBy.quota)
 
         if not folded:
             self._set_changes()
@@ -110,17 +112,35 @@ class Machine:
     def shares_cores(self) -> bool:
         return bool(self._cores)
 
-    def work(self, rank: int, works: Sequence[Work]) -> Steps:
-        """Do `works` one after the other."""
-        costs, slowed = self.costs_of(rank), rank in self.conditions.ranks
+    def begin(self, rank: int, step: int) -> None:
+        """From now on `rank` is in optimizer step `step`."""
+        if rank in self.conditions.steps:
+            self._step_factors[rank] = self.conditions.step_factor(rank, step)
+
+    def end_ns(self, rank: int, start_ns: int, ns: int) -> int:
+        """When a rank with a slowdown is done with `ns` of work at its full speed that it begins at `start_ns`."""
+        return self.conditions.end_ns(rank, start_ns, round(ns * self._step_factors.get(rank, 1.0)))
+
+    def work(
+        self, rank: int, works: Sequence[Work], *, product: bool = False, of_block: bool = False
+    ) -> Steps:
+        """Do `works` one after the other.
+
+        Args:
+            product, of_block: As of `Conditions.slows`.
+        """
+        costs, slowed = self.costs_of(rank), self.conditions.is_slow(rank)
+        slowed = slowed and self.conditions.slows(product=product, of_block=of_block)
         for work in works:
             ns = costs.ns(work)
             if not ns:
                 continue
             slept_ns = costs.slept_ns(work) if self._cores else ns
             if slowed:
-                slow = (self.conditions.end_ns(rank, self.env.now, ns) - self.env.now) / ns
-                ns, slept_ns = round(ns * slow), round(slept_ns * slow)
+                slow_ns = self.end_ns(rank, self.env.now, ns) - self.env.now
+                # who is put to sleep uses no core for it
+                slept_ns = slow_ns - (ns - slept_ns) if self._rests else round(slept_ns * (slow_ns / ns))
+                ns = slow_ns
             if slept_ns:
                 yield self.env.timeout(slept_ns)
             if ns > slept_ns:

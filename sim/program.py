@@ -3,9 +3,11 @@
 An engine model writes it; `executor` runs it in simulated time, one copy a rank.
 """
 
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 
+from ..policies.balance import Half
 from .far import Move
 from .interpreter import Interpreted, LocalWork, Transfer, Work
 
@@ -20,6 +22,7 @@ HOST = "host"  # a host thread's own time: no work of the device
 class Item:
     """A stretch of one worker. `after`: indices of items on other workers that must end first.
 
+    `product`: a product, or attention. `half`: of a block, of whose products it is one; None: something else.
     `tag` names a transfer among those of its segment: ranks with programs of their own meet where it is equal.
     None: the item's index, which is right where all ranks run one program.
     """
@@ -40,6 +43,8 @@ class Item:
     move: Move | None = (
         None  # in place of all these: a copy between near and far memory, or a step in the host's
     )
+    product: bool = False
+    half: Half | None = None
 
 
 @dataclass(slots=True)
@@ -51,6 +56,16 @@ class Program:
 
     items: list[Item] = field(default_factory=list)
     compact: bool = False
+
+    def tag_by_axis(self) -> None:
+        """Let collectives without a tag meet by their number among those of their axis: right where ranks that run
+        programs of different length issue the same ones in the same order.
+        """
+        numbers: Counter[str] = Counter()
+        for item in self.items:
+            if item.transfer is not None and item.tag is None:
+                item.tag = ("nth", item.transfer.axis, numbers[item.transfer.axis])
+                numbers[item.transfer.axis] += 1
 
     def workers(self) -> dict[str, list[Item]]:
         by_worker: dict[str, list[Item]] = {MAIN: []}
@@ -96,9 +111,13 @@ class Writer:
         after: Iterable[int] = (),
         *,
         only_root: bool = False,
+        product: bool = False,
+        half: Half | None = None,
     ) -> int:
         part = LocalWork(name, work)
-        return self._add(worker, stream, phase, unit, after, (part,), None, only_root).index
+        item = self._add(worker, stream, phase, unit, after, (part,), None, only_root)
+        item.product, item.half = product, half
+        return item.index
 
     def transfer(
         self,

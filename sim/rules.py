@@ -82,7 +82,7 @@ class Blocking:
         if self._layers is not None:
             self._waits = self._layers.write(self.writer, phase, unit, key, self._waits)
             return
-        self.local(phase, unit, f"{phase}/{unit}", Work("compute", key))
+        self.local(phase, unit, f"{phase}/{unit}", Work("compute", key), product=True)
 
     def free(self, unit: str) -> None:
         """The unit's gathered weights are dropped once the computation so far is done."""
@@ -99,9 +99,28 @@ class Blocking:
         """What follows waits for everything."""
         self._waits = self.writer.everything(besides)
 
-    def local(self, phase: str, unit: str, name: str, work: Work, *, only_root: bool = False) -> int:
+    def local(
+        self,
+        phase: str,
+        unit: str,
+        name: str,
+        work: Work,
+        *,
+        only_root: bool = False,
+        product: bool = False,
+    ) -> int:
         """Work on the main worker."""
-        index = self.writer.local(MAIN, COMPUTE, phase, unit, name, work, self._waits, only_root=only_root)
+        index = self.writer.local(
+            MAIN,
+            COMPUTE,
+            phase,
+            unit,
+            name,
+            work,
+            self._waits,
+            only_root=only_root,
+            product=product,
+        )
         self._waits = ()
         return index
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import simpy
 
 from ..conf.model_spec import ModelSpec
-from ..conf.schema import Backend, ClusterConf, ExperimentConf, Precision
+from ..conf.schema import Backend, ClusterConf, Engine, ExperimentConf, Precision, SlowdownBy
 from ..policies.comm import CommPolicy, build_comm
 from ..policies.layout import replicas_of
 from .classes import Fold
@@ -50,6 +51,8 @@ class Run:
             and up to 64 of them every message.
     """
 
+    apart = False  # whether every rank does what it does by itself, even where collectives are single flows
+
     def __init__(
         self,
         experiment: ExperimentConf,
@@ -59,9 +62,8 @@ class Run:
         make_engine: Callable[[Setup], EngineModel],
     ) -> None:
         cluster = experiment.cluster
-        self.replica_of: Sequence[
-            int
-        ] = ()  # [ranks]: those of different ones are never alike; (): all may be
+        _check_slowdown(experiment)
+        self.kinds: Sequence[int] = ()  # [ranks]: of equal ones ranks can be alike; (): all
         self.warnings: tuple[str, ...] = ()
         if policy is None:
             seen = replicas_of(experiment)
@@ -83,6 +85,7 @@ class Run:
         self.mesh = self.engine.mesh
         self.ledger = Ledger(self.mesh)
         self.decided: list[list[tuple[str, str]]] = []  # for each segment
+        self.befores: list[State] = []  # with what each segment begins
         self.segments = self._segments()
         self.codec_scale = self._codec_scale()
         self._each = list({id(s.programs): s.programs for s in self.segments}.values())
@@ -126,6 +129,10 @@ class Run:
             before = end
         return times
 
+    def beside(self) -> dict[str, Any]:
+        """What a record has besides, of the first simulation."""
+        return {}
+
     def _whole(self, costs: Costs) -> Simulated:
         """All segments in one go."""
         machine, executor = self._executor(costs)
@@ -135,7 +142,10 @@ class Run:
             return Simulated(costs, machine, self.fold, executor.done(), str(err))
         return Simulated(costs, machine, self.fold, timings)
 
-    def _executor(self, costs: Costs, *, observer: Observer | None = None) -> tuple[Machine, Executor]:
+    def _executor(
+        self, costs: Costs, *, observer: Observer | None = None, conditions: Conditions | None = None
+    ) -> tuple[Machine, Executor]:
+        conditions = conditions if conditions is not None else self.conditions
         total = self.mesh.num_ranks
         shares = {rank: n / total for rank, n in zip(self.fold.ranks, self.fold.counts, strict=True)}
         machine = Machine(
@@ -143,17 +153,19 @@ class Run:
             costs,
             Topology(costs.cluster),
             folded=self.folded,
-            conditions=self.conditions,
+            conditions=conditions,
             shares=shares,
             part_costs=self._part_costs(costs),
         )
         if not self.folded:
-            each = PerStep(machine, self.mesh)
-            return machine, Executor(machine, each, self.fold.ranks, observer=observer)
-        collectives = Folded(machine, self.mesh, self.fold, self._transfers, self.conditions)
+            per_step = PerStep(machine, self.mesh)
+            return machine, Executor(machine, per_step, self.fold.ranks, observer=observer)
+        collectives = Folded(machine, self.mesh, self.fold, self._transfers, conditions)
         counts = dict(zip(self.fold.ranks, self.fold.counts, strict=True))
-        ranks = self.fold.ranks
-        return machine, Executor(machine, collectives, ranks, classes=True, counts=counts, observer=observer)
+        executor = Executor(
+            machine, collectives, self.fold.ranks, classes=True, counts=counts, observer=observer
+        )
+        return machine, executor
 
     def _costs(self, cluster: ClusterConf) -> Costs:
         costs = Costs(replace(self.experiment, cluster=cluster), self.spec, self.policy)
@@ -195,8 +207,8 @@ class Run:
         for programs in self._each:
             own = np.searchsorted(np.array(list(programs)), ranks, side="right")
             colours = colours * (len(programs) + 1) + own
-        if self.replica_of:
-            colours = colours * (max(self.replica_of) + 1) + np.array(self.replica_of)
+        if self.kinds:
+            colours = colours * (max(self.kinds) + 1) + np.array(self.kinds)
         blocks = [level.block for level in levels(cluster)]  # a rail's ranks too: they share its link
         meetings = {(t.axis, abs(t.peer)): None for t in self._transfers}
         return Fold(self.mesh, colours, meetings, blocks)
@@ -217,7 +229,7 @@ class Run:
         if most * steps * self.mesh.num_ranks <= MAX_LEDGER_ROWS:
             return  # whatever classes there are
         ranks: Iterable[int] = range(self.mesh.num_ranks)
-        if self.folded:
+        if self.folded and not self.apart:
             ranks = [each.rank for each in rank_classes(self.mesh, [programs])]
         rows = sum(self.ledger.num_rows(rank, segment.program(rank)) for rank in ranks)
         if rows * steps > MAX_LEDGER_ROWS:
@@ -242,10 +254,31 @@ class Run:
                     if not iteration:
                         self.check_size(known[key].programs, self.experiment.steps)
                 written = known[key]
+                self.befores.append(state)
                 state = written.after
                 segments.append(Segment(iteration, validation, written.programs))
                 self.decided.append(written.decided)
         return segments
+
+
+def _check_slowdown(experiment: ExperimentConf) -> None:
+    """Refuse a slowdown of what an engine's programs do not tell apart.
+
+    Raises:
+        ValueError: Naming the key, its value and what would be legal.
+    """
+    cluster, engine = experiment.cluster, experiment.engine
+    by, key = cluster.slowdown_by, f"cluster.slowdown_by={cluster.slowdown_by.value}"
+    if not cluster.slowdown or by in (SlowdownBy.device, SlowdownBy.quota):
+        return
+    if engine is not Engine.fsdp2:
+        raise ValueError(
+            f"{key} with engine={engine.value}: its products are not told apart; use device or quota"
+        )
+    if by is SlowdownBy.repeat and experiment.parallel.tensor == 1:
+        raise ValueError(
+            f"{key} with parallel.tensor=1: repeats products of tensor-parallel layers; use device, sleep or quota"
+        )
 
 
 def _precision_warnings(experiment: ExperimentConf) -> tuple[str, ...]:

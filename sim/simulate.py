@@ -11,6 +11,7 @@ from ..analysis.record import Decision, Record, iteration_stats, means_of, new_r
 from ..conf.model_spec import ModelSpec
 from ..conf.offload_check import check_offload
 from ..conf.schema import Backend, ClusterConf, Engine, ExperimentConf, Target
+from ..policies.balance import BalancePolicy, BlockWork
 from ..policies.comm import CommPolicy
 from ..policies.offload import OffloadPolicy
 from .costs import Costs, with_value
@@ -89,6 +90,7 @@ def simulate(
     resolved: Mapping[str, Any] | None = None,
     git_commit: str = "",
     fold: bool | None = None,
+    make_balance: Callable[[BlockWork], BalancePolicy] | None = None,
     balance_events: Sequence[Decision] | None = None,
 ) -> Record:
     """Simulate `experiment.steps` training steps.
@@ -99,8 +101,10 @@ def simulate(
         resolved: What the record keeps as the experiment; by default `experiment` as plain values.
         fold: Simulate ranks that behave alike once. None: on NCCL, and on gloo above 64 ranks. False: every rank apart,
             and up to 64 of them every message.
+        make_balance: Makes the balancing policy of a tensor group, in place of the one that `experiment.balance`
+            describes.
         balance_events: Decisions of a run's record, whose events balancing policies are told in place of what is
-            measured here.
+            measured here. A tensor group that it has no events of is told what is measured.
 
     Returns:
         The record. Out of memory is a result: status `oom`, the reason in `error`, all figures given. So is a rank
@@ -112,7 +116,9 @@ def simulate(
         RuntimeError: If ranks wait for each other for ever, naming the collective and the ranks.
     """
     try:
-        return _simulated(experiment, spec, policy, resolved, git_commit, fold, balance_events)
+        with collector_paused():
+            run = _run(experiment, spec, policy, fold, make_balance, balance_events)
+            return _simulated(run, resolved, git_commit)
     except OverflowError as err:
         raise ValueError(
             "a step would take longer than can be counted: a bandwidth, rate or efficiency of the cluster is too "
@@ -120,34 +126,21 @@ def simulate(
         ) from err
 
 
-def _simulated(
-    experiment: ExperimentConf,
-    spec: ModelSpec,
-    policy: CommPolicy | None,
-    resolved: Mapping[str, Any] | None,
-    git_commit: str,
-    fold: bool | None,
-    balance_events: Sequence[Decision] | None,
-) -> Record:
-    with collector_paused():
-        run = _run(experiment, spec, policy, fold, balance_events)
-        cluster = run.experiment.cluster
-        nominal = run.simulate(cluster)
-        bounds = []
-        guesses = _guesses(run.experiment)
-        if guesses and nominal.error is None:
-            bounds = [run.iteration_s(run.simulate(_guess(cluster, guesses, i))) for i in (0, 1)]
-        return _record(run, nominal, bounds, resolved, git_commit)
-
-
 def _run(
     experiment: ExperimentConf,
     spec: ModelSpec,
     policy: CommPolicy | None,
     fold: bool | None,
+    make_balance: Callable[[BlockWork], BalancePolicy] | None,
     balance_events: Sequence[Decision] | None,
 ) -> Run:
     """Those that balance ranks are not imported where nothing is balanced."""
+    if experiment.balance.of_tensor_ranks:
+        from .balance.run import BalancedRun
+
+        return BalancedRun(
+            experiment, spec, policy, fold, make_engine, make_policy=make_balance, decisions=balance_events
+        )
     if experiment.balance.name == "batch":
         from .balance.batch import BatchRun
 
@@ -157,6 +150,16 @@ def _run(
 
         return LayersRun(experiment, spec, policy, fold, make_engine, balance_events or ())
     return Run(experiment, spec, policy, fold, make_engine)
+
+
+def _simulated(run: Run, resolved: Mapping[str, Any] | None, git_commit: str) -> Record:
+    cluster = run.experiment.cluster
+    nominal = run.simulate(cluster)
+    bounds = []
+    guesses = _guesses(run.experiment)
+    if guesses and nominal.error is None:
+        bounds = [run.iteration_s(run.simulate(_guess(cluster, guesses, i))) for i in (0, 1)]
+    return _record(run, nominal, bounds, resolved, git_commit)
 
 
 def _smallest(cluster: ClusterConf) -> str:
@@ -180,8 +183,13 @@ def check_plans(experiment: ExperimentConf, *, spec: ModelSpec, policy: CommPoli
     """Refuse a policy whose plans cannot be carried out, without simulating anything.
 
     Raises:
-        ValueError: Naming the plan and its step; or, with target=both, that the ledger would be too long.
+        ValueError: Naming the plan and its step; or, with target=both, that the ledger would be too long, or that
+            balancing is not simulated so.
     """
+    if experiment.target is Target.both and experiment.balance.of_tensor_ranks:
+        from .balance.run import check_way
+
+        check_way(experiment)
     train = replace(experiment.train, eval_every=min(experiment.train.eval_every, 1))
     few = replace(experiment, train=train, steps=2)  # programs repeat themselves from the second step on
     run = Run(few, spec, policy, None, make_engine)
@@ -263,6 +271,7 @@ def _record(
         **_rates(run, nominal.costs, stats["mean"]),
         **_phases(run, nominal, classes),
         **outside,
+        **run.beside(),
     }
     if stats["mean"]:
         comm, num_ranks = result["comm"], run.mesh.num_ranks
@@ -298,7 +307,7 @@ def _outside(run: Run) -> dict[str, Any]:
 
 
 def _classes(run: Run) -> tuple[RankClass, ...]:
-    if not run.folded:
+    if run.apart or not run.folded:
         return tuple(RankClass(r, 1, ((r, r + 1, 1),)) for r in range(run.mesh.num_ranks))
     return rank_classes(run.mesh, [segment.programs for segment in run.segments])
 

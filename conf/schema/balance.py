@@ -1,12 +1,14 @@
 """What happens when ranks that share work are not equally fast."""
 
 import itertools
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from .limits import require
 
+LOSS_POINTS = ((0.25, 0.3), (0.5, 0.7), (0.75, 1.5))
 BALANCES = ("none", "resize", "migrate", "semi", "batch", "layers")
 
 
@@ -71,13 +73,12 @@ class BalanceConf:
     pruned_state: PrunedState = PrunedState.moving  # resize, semi
     # resize, semi: points of accuracy that pruning may cost; null: no bound but max_ratio
     accuracy_budget: float | None = None
-    # resize, semi: points that pruning one rank of a group throughout a training costs, by ratio; straight lines lie
-    # between, and from 0 at 0
-    loss_points: dict[str, float] = field(default_factory=lambda: {"0.25": 0.3, "0.5": 0.7, "0.75": 1.5})
+    # resize, semi: [[ratio, points], ...] that pruning one rank of a group throughout a training costs; straight lines
+    # lie between, and from 0 at 0. null: as was measured on fashion_mnist (LOSS_POINTS)
+    loss_points: Any = None
     way: Way = Way.paired  # migrate, semi
-    pretest: bool = (
-        True  # migrate, semi: two timed movements of each kind before the first step; else nothing is known
-    )
+    # migrate, semi: two timed movements of each kind before the first step; without, movement counts as free
+    pretest: bool = True
 
     def __post_init__(self) -> None:
         require(self.name in BALANCES, "balance.name", self.name, f"one of {list(BALANCES)}")
@@ -88,7 +89,12 @@ class BalanceConf:
         require(0 <= self.max_ratio < 1, "balance.max_ratio", self.max_ratio, "in [0, 1)")
         budget = self.accuracy_budget
         require(budget is None or budget >= 0, "balance.accuracy_budget", budget, ">= 0 points, or null")
-        self.loss_points = {str(key): float(value) for key, value in _points(self.loss_points)}
+        _points(self.loss_points)
+
+    @property
+    def points(self) -> tuple[tuple[float, float], ...]:
+        """(ratio, points of accuracy that it costs), in the order of ratios."""
+        return _points(self.loss_points)
 
     @property
     def active(self) -> bool:
@@ -108,21 +114,25 @@ class BalanceConf:
         return self.name in ("migrate", "semi")
 
 
-def _points(given: Any) -> list[tuple[float, float]]:
+def _points(given: Any) -> tuple[tuple[float, float], ...]:
     """(ratio, points) in the order of ratios, of which points must not fall."""
-    key, found = "balance.loss_points", []
-    for ratio, points in dict(given).items():
-        try:
-            found.append((float(ratio), float(points)))
-        except (TypeError, ValueError) as err:
-            raise ValueError(f"{key}.{ratio}={points!r}: must be a number of points") from err
+    if given is None:
+        return LOSS_POINTS
+    key = "balance.loss_points"
+    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    try:
+        found = [(float(ratio), float(points)) for ratio, points in pairs]
+    except (TypeError, ValueError) as err:
+        raise ValueError(
+            f"{key}={given!r}: must be null, or pairs of a ratio and its points, such as [[0.25,0.3],[0.5,0.7]]"
+        ) from err
     found.sort()
     require(
         len(found) > 0 and all(0 < ratio < 1 for ratio, _ in found),
         key,
-        dict(given),
+        given,
         "ratios in (0, 1) and their points",
     )
     falls = any(later < earlier for (_, earlier), (_, later) in itertools.pairwise(found))
-    require(not falls and found[0][1] >= 0, key, dict(given), ">= 0 points that do not fall with the ratio")
-    return found
+    require(not falls and found[0][1] >= 0, key, given, ">= 0 points that do not fall with the ratio")
+    return tuple(found)

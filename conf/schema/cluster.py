@@ -312,6 +312,7 @@ class ClusterConf:
     wan_latency_ns: int = 0  # one traversal, site to site
     # {rank: factor}, or a list of {rank, factor, from_s, until_s} or, by optimizer steps, {.., from_step, until_step}
     slowdown: Any = None
+    # what of a slow rank's work is slow, and how the runtime makes it so
     slowdown_by: SlowdownBy = SlowdownBy.device
     # a list of {node | rank, factor, from_s, until_s}: of a node's links to the others, or of a rank's own to its node
     link_slowdown: Any = None

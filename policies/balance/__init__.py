@@ -1,7 +1,15 @@
 """Balancing policies: what ranks that share work do when some of them are slow."""
 
 from .assignment import Assignment, kept_columns, moves
-from .movement import LEND_STREAM, MEASURE_STREAM, RETURN_STREAM, lend_plans, return_plans
+from .build import balanced_work, build_balance
+from .movement import (
+    LEND_STREAM,
+    MEASURE_STREAM,
+    RETURN_STREAM,
+    lend_plans,
+    pretest_parts,
+    return_plans,
+)
 from .policy import (
     BalanceAction,
     BalanceEvent,
@@ -18,7 +26,7 @@ from .policy import (
     parse_balance_event,
 )
 from .shares import ReplicasMeasured, ShareBlocks, ShareSequences, StagesMeasured, replica_ns
-from .work import BlockWork, Product, block_work
+from .work import BlockWork, Product, block_work, column_work
 
 __all__ = [
     "LEND_STREAM",
@@ -40,7 +48,10 @@ __all__ = [
     "ShareBlocks",
     "ShareSequences",
     "StagesMeasured",
+    "balanced_work",
     "block_work",
+    "build_balance",
+    "column_work",
     "describe_balance_actions",
     "describe_balance_event",
     "is_balance_event",
@@ -48,6 +59,7 @@ __all__ = [
     "lend_plans",
     "moves",
     "parse_balance_event",
+    "pretest_parts",
     "replica_ns",
     "return_plans",
 ]

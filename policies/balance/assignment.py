@@ -33,6 +33,10 @@ class Assignment:
                     raise ValueError(
                         f"rank {rank} is to lend {lent} units of {half.value} to others, and has {own}"
                     )
+                if lent == own and self.work.by_columns:
+                    raise ValueError(
+                        f"rank {rank} is to lend all its columns of {half.value}: it must keep one unit"
+                    )
                 if lent and self.received(half, rank):
                     raise ValueError(f"rank {rank} both lends units of {half.value} and is lent some")
 
@@ -79,6 +83,10 @@ class Assignment:
 
     def prunes(self, rank: int) -> bool:
         return any(self._ratios[rank].values())
+
+    def names_products(self, rank: int) -> bool:
+        """Whether a rank's ratios differ by product."""
+        return any(self._ratios[rank].keys() - {""})
 
     def kept_columns(self, rank: int, product: Product, name: str) -> tuple[int, int]:
         """(columns that are computed, all of them) of a rank's part of a product, lent units left out of the latter

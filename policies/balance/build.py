@@ -1,12 +1,26 @@
 """From a config to the balancing policy of a tensor group, and to what its blocks come to."""
 
+from typing import Any
+
 from ...conf.model_spec import ModelSpec
-from ...conf.schema import BalanceConf, ExperimentConf
+from ...conf.schema import BalanceConf, ExperimentConf, Way
 from ..layout import ParallelLayout
+from ..loading import load_named
+from .assignment import Assignment
 from .batch import BalanceBatch
+from .decider import Decider
 from .layers import BalanceLayers
-from .policy import BalancePolicy
-from .work import BlockWork, block_work
+from .migrate import MigratePolicy
+from .policy import BalanceAction, BalanceEvent, BalancePolicy, Migrate, Prune
+from .resize import ResizePolicy
+from .semi import SemiPolicy
+from .work import BlockWork, block_work, column_work
+
+_POLICIES: dict[str, type[Decider]] = {
+    "resize": ResizePolicy,
+    "migrate": MigratePolicy,
+    "semi": SemiPolicy,
+}
 
 
 def balanced_work(
@@ -15,14 +29,18 @@ def balanced_work(
     """What a block comes to where the ranks of tensor groups are balanced; None where they are not."""
     if layout is None or not experiment.balance.of_tensor_ranks:
         return None
-    return block_work(
+    even = block_work(
         spec,
         ranks=layout.tensor,
         blocks=layout.num_layers // layout.stages,
         micro=experiment.batch.micro,
         sequence=(experiment.batch.sequence or spec.sequence) // layout.sequence,
         element_bytes=experiment.precision.element_bytes,
+        passes=layout.micro_batches,
+        ahead=experiment.cluster.num_ranks == experiment.parallel.ranks_a_replica,
     )
+    by_columns = experiment.balance.moves and experiment.balance.way is not Way.paired
+    return column_work(spec, even) if by_columns else even
 
 
 def build_balance(conf: BalanceConf, work: BlockWork) -> BalancePolicy:
@@ -31,7 +49,52 @@ def build_balance(conf: BalanceConf, work: BlockWork) -> BalancePolicy:
     Raises:
         ValueError: If there is none of that name, or the user's own cannot be made.
     """
-    raise NotImplementedError
+    if conf.policy:
+        return NamedPolicy(conf.policy, load_named("balance.policy", conf.policy, conf, work), work)
+    if conf.name not in _POLICIES:
+        raise ValueError(
+            f"balance.name={conf.name}: must be one of {list(_POLICIES)} for ranks of a tensor group"
+        )
+    return _POLICIES[conf.name](conf, work)
+
+
+class NamedPolicy:
+    """The user's own, whose answers are checked.
+
+    Raises:
+        ValueError: If it lacks something that a policy has, or answers what no rank can carry out; naming it.
+    """
+
+    def __init__(self, given: str, policy: Any, work: BlockWork) -> None:
+        self._key = f"balance.policy={given!r}"
+        lacking = [key for key in ("name", "decide") if not hasattr(policy, key)]
+        if lacking:
+            raise ValueError(
+                f"{self._key} makes a {type(policy).__name__}, which is no policy: it lacks {lacking}"
+            )
+        self._policy, self._work = policy, work
+
+    @property
+    def name(self) -> str:
+        return str(self._policy.name)
+
+    @property
+    def predicted_speedup(self) -> float | None:
+        """Its own prediction, if it makes one."""
+        found = getattr(self._policy, "predicted_speedup", None)
+        return None if found is None else float(found)
+
+    def decide(self, event: BalanceEvent) -> tuple[BalanceAction, ...] | None:
+        answer = self._policy.decide(event)
+        if answer is None:
+            return None
+        if not isinstance(answer, tuple) or not all(isinstance(each, Prune | Migrate) for each in answer):
+            raise ValueError(f"{self._key} answers {answer!r}: must be None, or a tuple of Prune and Migrate")
+        try:
+            Assignment(self._work, answer)
+        except ValueError as err:
+            raise ValueError(f"{self._key}: {err}") from err
+        return answer
 
 
 def build_shares(experiment: ExperimentConf, spec: ModelSpec) -> BalancePolicy | None:

@@ -8,6 +8,7 @@ from ..mesh import TENSOR
 from ..plan import Gather, Plan, Scatter
 from .assignment import Assignment
 from .policy import Half
+from .work import BlockWork
 
 LEND_STREAM = "lend"
 RETURN_STREAM = "return"
@@ -31,6 +32,21 @@ def lend_plans(assignment: Assignment, half: Half) -> tuple[Plan, ...]:
         )
         for src in assignment.sources(half)
     )
+
+
+def pretest_parts(work: BlockWork, half: Half) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Before the first step the first rank of a group lends so many units to each, twice: first few, at most one to
+    each; then half of what it has, but two where there are two. Of one unit both are that one.
+    """
+    own, helpers = work.units[half], work.ranks - 1
+    many = min(own, max(2, own // 2))
+    few = max(1, min(helpers, many // 2))
+    return _spread(few, helpers), _spread(many, helpers)
+
+
+def _spread(units: int, helpers: int) -> tuple[int, ...]:
+    """As evenly as they go, the lower ranks first."""
+    return (0, *(units // helpers + (place < units % helpers) for place in range(helpers)))
 
 
 def return_plans(assignment: Assignment, half: Half) -> tuple[Plan, ...]:

@@ -80,7 +80,8 @@ class Prune:
     """A rank leaves this share of the columns of its products out, in forward and backward.
 
     Args:
-        product: Of one product alone, such as "block.0.fc1"; "": of all that no other action names.
+        product: Of one product alone, such as "block.0.fc1", blocks counted within the stage; "": of all that no other
+            action names.
     """
 
     rank: int
@@ -105,7 +106,8 @@ class BalancePolicy(Protocol):
     """One for each tensor group, or one for all replicas or stages. It has a memory: same events in the same order,
     same answers, on every rank.
 
-    No clock, no I/O, no torch, no simpy, no randomness.
+    No clock, no I/O, no torch, no simpy, no randomness. A record also has `predicted_speedup`, where a policy has it:
+    the predicted time with nothing done over that with what is in force.
     """
 
     @property

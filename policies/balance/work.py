@@ -1,8 +1,9 @@
 """What a block of a model comes to on the ranks of a tensor group, in units that can move."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
+from math import gcd
 
 from ...conf.model_spec import ModelSpec
 from .policy import Half
@@ -40,6 +41,9 @@ class BlockWork:
         unit_flop: Of its products, forward, a micro-batch.
         hidden: Contraction columns of the half's first product.
         element_bytes: Of weights when they are used.
+        by_columns: A unit is a share of the contraction columns of each product, and not heads or hidden features.
+        passes: Micro-batches of a step: so often a block's lent units go out and their gradients come back.
+        ahead: Whether units are lent one block before they are needed, for weights lie whole on their rank by then.
     """
 
     ranks: int
@@ -51,6 +55,9 @@ class BlockWork:
     unit_flop: Mapping[Half, int]
     hidden: int
     element_bytes: int
+    by_columns: bool = False
+    passes: int = 1
+    ahead: bool = False
 
     def unit_bytes(self, half: Half) -> int:
         """Of a unit's weights and biases, one way."""
@@ -58,17 +65,43 @@ class BlockWork:
 
     def columns(self, product: Product, units: int) -> int:
         """Contraction columns of a product of a rank that computes so many units."""
-        return self.hidden if product.is_first else units * self.unit_features[product.half]
+        if not product.is_first:
+            return units * self.unit_features[product.half]
+        return units * (self.hidden // self.units[product.half]) if self.by_columns else self.hidden
+
+    def first_share(self, half: Half) -> float:
+        """Of a half's work, what its first product (qkv, fc1) is."""
+        both = self.unit_flop[half] / (2 * self.tokens * self.hidden)
+        return 1 - self.unit_features[half] / both
+
+    def products(self, blocks: int | None = None) -> Iterator[tuple[str, Product]]:
+        """Names that actions give a stage's products, in the order of forward: blocks count from 0 in each stage.
+
+        Args:
+            blocks: The first so many; None: all.
+        """
+        for block in range(self.blocks if blocks is None else blocks):
+            for product in Product:
+                yield f"block.{block}.{product.value}", product
 
 
 def block_work(
-    spec: ModelSpec, *, ranks: int, blocks: int, micro: int, sequence: int, element_bytes: int
+    spec: ModelSpec,
+    *,
+    ranks: int,
+    blocks: int,
+    micro: int,
+    sequence: int,
+    element_bytes: int,
+    passes: int = 1,
+    ahead: bool = False,
 ) -> BlockWork:
     """Of a model whose sizes a 1D layout can cut.
 
     Args:
         micro: Sequences of a micro-batch.
         sequence: Tokens of one that a rank sees.
+        passes, ahead: As `BlockWork` says.
     """
     hidden, size = spec.hidden, spec.head_dim
     sharing = spec.heads // spec.kv_heads
@@ -92,4 +125,27 @@ def block_work(
         unit_flop={half: 2 * tokens * matrices[half] for half in Half},
         hidden=hidden,
         element_bytes=element_bytes,
+        passes=passes,
+        ahead=ahead,
+    )
+
+
+def column_work(spec: ModelSpec, even: BlockWork) -> BlockWork:
+    """The same, where columns of each matrix move: as many units as columns of all four allow."""
+    features = {half: even.units[half] * even.unit_features[half] for half in Half}
+    units = gcd(even.hidden, *features.values())
+    outputs = {Half.attention: (spec.heads + 2 * spec.kv_heads) * spec.head_dim, Half.ffn: spec.ffn}
+    if spec.family in ("llama", "qwen2"):
+        outputs[Half.ffn] *= 2
+    numel = {
+        half: (outputs[half] // even.ranks * even.hidden + features[half] * even.hidden) // units
+        for half in Half
+    }
+    return replace(
+        even,
+        units=dict.fromkeys(Half, units),
+        unit_numel=numel,
+        unit_features={half: features[half] // units for half in Half},
+        unit_flop={half: 2 * even.tokens * numel[half] for half in Half},
+        by_columns=True,
     )

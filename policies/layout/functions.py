@@ -157,4 +157,5 @@ _RULES: dict[str, Rule] = {
     "merge_last": _merge(SAME),
     "accumulate": lambda shapes: (Made(shapes[0], WIDE),),
     "add": _first,
+    "zeros": _first,
 }

@@ -5,9 +5,10 @@ from collections.abc import Callable
 import torch
 
 from ...conf.schema import Precision
-from ...policies.comm import CommPolicy
+from ...policies.comm import CommPolicy, Placement
 from ...policies.layout.parallel import ParallelLayout
 from ...policies.mesh import PIPELINE
+from ..balance.balanced import Balanced
 from ..collectives import backend_of, build_collectives
 from ..groups import Groups
 from ..interpreter import Interpreter
@@ -32,8 +33,9 @@ def build_layout_engine(
     micro: int,
     tokens: int,
     overlap: bool = False,
-    flop_per_s: float | None = None,
+    rate: Rate | None = None,
     beside: bool = True,
+    balanced: Balanced | None = None,
 ) -> LayoutEngine:
     """The parts of the model that this rank holds, each under `policy` over its replicas.
 
@@ -44,13 +46,15 @@ def build_layout_engine(
         micro: Sequences of a micro-batch.
         tokens: Of a sequence.
         overlap: As `wrap_model`.
-        flop_per_s: Of an emulated device.
+        rate: Of products and attention; None: they take the time that they take.
         beside: Whether layers' collectives run beside computation where plans say so.
+        balanced: What of the rank is balanced; told of its blocks.
     """
     collectives = build_collectives(backend_of(device))
     interpreter = Interpreter(groups.of_replicas(), ledger, collectives)
     stage = groups.mesh.index(PIPELINE, groups.rank)
-    rate = None if flop_per_s is None else Rate(flop_per_s)
+    if balanced is not None:
+        balanced.ahead = groups.mesh.num_replicas == 1 or policy.placement is not Placement.sharded
     parts = []
     for chunk in range(layout.chunks):
         model = keep_part(new_model(), layout, stage=stage, chunk=chunk)
@@ -66,6 +70,7 @@ def build_layout_engine(
             chunk=chunk,
             rate=rate,
             beside=beside,
+            balanced=balanced,
         )
         engine = wrap_model(
             model,

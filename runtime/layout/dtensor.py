@@ -5,6 +5,9 @@ shards, reduces or steps them sees the same tensors in every mode, and a fused m
 as heads want it. What DTensor communicates is what the plan of the layer says, and the ledger has it in the same rows:
 one all-reduce of each output of a matrix cut by its inputs, one of the input's gradient of those cut by their outputs.
 
+Of a block that is balanced (`runtime.balance`) this rank's part of a product is computed as the assignment says, of
+plain tensors; what is communicated, and when, stays DTensor's.
+
 Shapes: B sequences, T tokens, D features.
 """
 
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn import functional
 
@@ -25,6 +28,7 @@ from ...policies.layout import ParallelLayout
 from ...policies.layout.common import LAYER_STREAM
 from ...policies.layout.layers import Kind, Layer, Role
 from ...policies.mesh import TENSOR
+from ..balance.products import BalancedProduct
 from ..ledger import Ledger, Library
 from .modules import Source, Together, replace_call
 from .pace import Rate, linear_flop
@@ -49,6 +53,7 @@ def parallelize(
     weights: Sequence[Source],
     biases: Sequence[Source],
     rate: Rate | None = None,
+    balanced: BalancedProduct | None = None,
 ) -> None:
     """Let DTensor compute a layer of a unit that `is_served`.
 
@@ -56,10 +61,11 @@ def parallelize(
         label: Of rows in the ledger.
         weights, biases: This rank's parts, one for each matrix that takes the same input; no biases: there are none.
         rate: Of products; None: they take the time that they take.
+        balanced: Of a block in a tensor group that is balanced.
     """
     scope = _Scope(ledger, Library(LAYER_STREAM, label, TENSOR))
     call = _Words if layer.kind is Kind.embedding else _Rows if layer.role is Role.rows else _Columns
-    compute = call(mesh, scope, tuple(weights), tuple(biases), rate)
+    compute = call(mesh, scope, tuple(weights), tuple(biases), rate, balanced)
     members = (layer, *layer.others)
     if len(members) == 1:
         styles: dict[str, ParallelStyle] = {layer.path: _Calls(lambda x: compute(x)[0])}
@@ -154,6 +160,7 @@ class _Styled:
     weights: tuple[Source, ...]
     biases: tuple[Source, ...]
     rate: Rate | None
+    balanced: BalancedProduct | None
 
     def seen(self, part: Tensor, placement: Placement) -> DTensor:
         return DTensor.from_local(part, self.mesh, [placement], run_check=False)
@@ -164,7 +171,10 @@ class _Styled:
         def call(x: Tensor) -> Tensor:
             return functional.linear(x, weight, bias)
 
-        return call(x) if self.rate is None else self.rate.around(call, linear_flop)(x)
+        if self.rate is None:
+            return call(x)
+        half = None if self.balanced is None else self.balanced.half
+        return self.rate.around(call, linear_flop, half)(x)
 
     def summed(self, y: Tensor) -> Tensor:
         """The sum of partial results, for every rank."""
@@ -181,6 +191,10 @@ class _Columns(_Styled):
         with self.scope.forward():
             needs = x_BTD.requires_grad
             x = self.seen(self.scope.ends(x_BTD) if needs else x_BTD, Replicate())
+            if self.balanced is not None and self.balanced.begins():
+                # of the input this rank's gradient is one summand, as of a product of DTensors
+                outputs = self.balanced.outputs(x.to_local(grad_placements=[Partial()]))
+                return tuple(self.scope.begins(y) if needs else y for y in outputs)
             made = []
             for i, weight in enumerate(self.weights):
                 bias = self.seen(self.biases[i](), Shard(0)) if self.biases else None
@@ -196,8 +210,13 @@ class _Rows(_Styled):
 
     def __call__(self, x_BTF: Tensor) -> tuple[Tensor, ...]:
         with self.scope.forward():
-            x = self.seen(x_BTF, Shard(x_BTF.ndim - 1))
-            y = self.summed(self.product(x, self.seen(self.weights[0](), Shard(1))))
+            if self.balanced is not None and self.balanced.begins():
+                (part,) = self.balanced.outputs(x_BTF)
+                y = self.summed(self.seen(part, Partial()))
+                self.balanced.over()
+            else:
+                x = self.seen(x_BTF, Shard(x_BTF.ndim - 1))
+                y = self.summed(self.product(x, self.seen(self.weights[0](), Shard(1))))
         return (y + self.biases[0](),) if self.biases else (y,)
 
 

@@ -239,6 +239,10 @@ class LayoutEngine:
     def parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for part in self._parts for parameter in part.engine.parameters()]
 
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """`parameters` by name, in their order."""
+        return {name: p for part in self._parts for name, p in part.engine.named_parameters().items()}
+
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> float | None:
         """Each element counts once, however many ranks hold it; one all-reduce of one number over the world, unless a
@@ -312,7 +316,8 @@ class LayoutEngine:
             total = evaluate_in_turn(model, batches, lambda: num_right(model))
         else:
             total = self._through_stages(batches)
-        return total / self._same_loss
+        total[0] /= self._same_loss  # answers are counted once
+        return total
 
     def _through_stages(self, batches: MicroBatches) -> Tensor:
         """Each batch through all parts; a stage goes on with the next one as soon as it has sent."""
@@ -355,8 +360,16 @@ class LayoutEngine:
 
     @property
     def place(self) -> str:
+        """Where this rank stands on the axes that cut the model, such as "pipeline1"; "" if none does."""
         axes = [axis for axis, size in self._mesh.dims if size > 1 and axis not in (DATA, SEQUENCE)]
         return ".".join(f"{axis}{self._mesh.index(axis, self._groups.rank)}" for axis in reversed(axes))
+
+    def local_part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of what lies like the parameter of that name, before replicas shard it."""
+        for part in self._parts:
+            if name in part.laid.placed:
+                return part.laid.placed[name].local_part(whole, self._mesh, self._groups.rank)
+        return whole
 
     def state_dict(self) -> dict[str, Any]:
         return {

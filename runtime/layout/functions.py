@@ -347,6 +347,10 @@ def _add(step: Apply, context: Context, operands: Sequence[Tensor]) -> tuple[Ten
     return (add(part, other),)
 
 
+def _zeros(step: Apply, context: Context, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return (torch.zeros_like(operands[0]),)
+
+
 _FUNCTIONS: dict[str, Function] = {
     "add_bias": _add_bias,
     "sum_tokens": _sum_tokens,
@@ -382,4 +386,5 @@ _FUNCTIONS: dict[str, Function] = {
     "merge_last": _merge,
     "accumulate": _accumulate,
     "add": _add,
+    "zeros": _zeros,
 }

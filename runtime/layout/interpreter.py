@@ -19,11 +19,16 @@ from ...policies.plan import (
     Apply,
     Broadcast,
     Collective,
+    Gather,
+    Join,
     Multiply,
+    Part,
+    Place,
     Plan,
     ReduceOp,
     ReduceScatter,
     ReduceTo,
+    Scatter,
     SendRecv,
     Slice,
     Step,
@@ -164,7 +169,27 @@ class _Run:
                 group = self.interpreter.groups[step.axis]
                 (x,) = (self._read(name) for name in step.reads)
                 return {step.writes[0]: self._parts(x, group, step.dim)[group.index]}
+            case Part():
+                (x,) = (self._read(name) for name in step.reads)
+                # a copy, also of rows: a parameter's memory may be let go until backward
+                return {step.writes[0]: x.narrow(step.dim, step.first, step.size).contiguous()}
+            case Place():
+                return {step.writes[0]: self._place(step)}
+            case Join():
+                return {step.writes[0]: torch.cat([self._read(name) for name in step.reads], step.dim)}
         raise TypeError(f"a layer's plan has no step {type(step).__name__} that the runtime knows")
+
+    def _place(self, step: Place) -> Tensor:
+        (x,) = (self._read(name) for name in step.reads)
+        if step.add:
+            total = self._read(step.writes[0])
+            total.narrow(step.dim, step.first, x.shape[step.dim]).add_(x)
+            return total
+        shape = list(x.shape)
+        shape[step.dim] = step.total
+        total = x.new_zeros(shape)
+        total.narrow(step.dim, step.first, x.shape[step.dim]).copy_(x)
+        return total
 
     def _parts(self, x: Tensor, group: Group, dim: int) -> Sequence[Tensor]:
         if x.shape[dim] % group.size:
@@ -195,6 +220,10 @@ class _Run:
                 self._broadcast(i, step, group, xs[0])
             case ReduceTo():
                 self._reduce_to(i, step, group, xs[0])
+            case Scatter():
+                self._scatter(i, step, group, xs[0])
+            case Gather():
+                self._gather(i, step, group, xs[0])
             case _:
                 raise TypeError(
                     f"a layer's plan has no collective {type(step).__name__} that the runtime knows"
@@ -298,6 +327,57 @@ class _Run:
             self._row(i, "reduce", group, x),
             lambda later: self.interpreter.collectives.reduce(group, x.view(-1), root, later=later),
             (lambda: (x,)) if is_root else (lambda: ()),
+        )
+
+    def _scatter(self, i: int, step: Scatter, group: Group, x: Tensor) -> None:
+        """Written where a part arrives: not at the root, nor where nothing does."""
+        if not step.takes_part(group.index):
+            return
+        front = x.movedim(step.dim, 0)
+        numel = front[:1].numel()
+        here = group.index == step.root
+        rows = front.reshape(len(front), numel).contiguous() if here else None
+        out = None if here else x.new_empty(step.parts[group.index], numel)
+        shape = front.shape[1:]
+        self._carry(
+            i,
+            self._row_of_parts(i, "scatter", group, step, numel * x.element_size()),
+            lambda later: self.interpreter.collectives.scatter(
+                group, rows, out, step.root, step.parts, later=later
+            ),
+            lambda: () if out is None else (out.view(-1, *shape).movedim(0, step.dim),),
+        )
+
+    def _gather(self, i: int, step: Gather, group: Group, x: Tensor) -> None:
+        """Written at the root alone."""
+        if not step.takes_part(group.index):
+            return
+        front = x.movedim(step.dim, 0)
+        numel = front[:1].numel()
+        here = group.index == step.root
+        rows = None if here else front.reshape(len(front), numel).contiguous()
+        out = x.new_empty(sum(step.parts), numel) if here else None
+        shape = front.shape[1:]
+        self._carry(
+            i,
+            self._row_of_parts(i, "gather", group, step, numel * x.element_size()),
+            lambda later: self.interpreter.collectives.gather(
+                group, rows, out, step.root, step.parts, later=later
+            ),
+            lambda: () if out is None else (out.view(-1, *shape).movedim(0, step.dim),),
+        )
+
+    def _row_of_parts(
+        self, i: int, op: str, group: Group, step: Scatter | Gather, row_bytes: int
+    ) -> Collecting:
+        return self.interpreter.ledger.collective(
+            op=op,
+            axis=group.axis,
+            group=group.ranks,
+            payload_bytes=sum(step.parts) * row_bytes,
+            stream=self.plan.stream_of(i),
+            layer=self.label,
+            later=self._is_beside(i),
         )
 
     def _shift(self, i: int, step: SendRecv, group: Group, xs: Sequence[Tensor]) -> None:

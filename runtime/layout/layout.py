@@ -4,15 +4,19 @@ Modules keep their types, and parameters their names.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
+from ...policies.balance import Product
 from ...policies.layout import Direction, ParallelLayout
 from ...policies.layout.border import Border, num_parts
-from ...policies.layout.layers import Kind, Layer
+from ...policies.layout.layers import Kind, Layer, Role
+from ...policies.layout.parallel import ROOT
 from ...policies.mesh import TENSOR, Mesh
+from ..balance.balanced import Balanced, Matrices
+from ..balance.products import BalancedProduct
 from ..collectives import Collectives
 from ..dropout import Dropout
 from ..groups import Groups
@@ -82,6 +86,7 @@ def lay_out(
     library: bool = True,
     rate: Rate | None = None,
     beside: bool = True,
+    balanced: Balanced | None = None,
 ) -> LaidOut:
     """Change `model` in place. No communication: every rank cuts its part from the whole weights that it has.
 
@@ -92,12 +97,15 @@ def lay_out(
         stage, chunk: Whose layers the model has; others are not looked at.
         library: DTensor computes what it serves (`dtensor.is_served`); False: our own function everything.
         rate, beside: As `LayerInterpreter`; the rate is also that of layers that have no plan.
+        balanced: Told of the products of all blocks; 1D on DTensor alone.
 
     Raises:
         ValueError: If the model has no module that a layer names.
     """
     interpreter = LayerInterpreter(groups, ledger, collectives, rate=rate, beside=beside)
-    return _LayingOut(model, layout, groups, interpreter, micro, sequence, library).all(stage, chunk)
+    return _LayingOut(model, layout, groups, interpreter, micro, sequence, library, balanced).all(
+        stage, chunk
+    )
 
 
 def tell_places(
@@ -135,25 +143,17 @@ class _LayingOut:
     micro: int
     sequence: int
     library: bool
+    balanced: Balanced | None
+    products: dict[tuple[str, str], BalancedProduct] = field(default_factory=dict, init=False)
 
     def all(self, stage: int, chunk: int) -> LaidOut:
-        units = self.model.units()
-        names = {
-            (id(module), name): f"{path}.{name}" if path else name
-            for path, module in self.model.named_modules()
-            for name in module._parameters
-        }
+        units, names = self.model.units(), _names(self.model)
         placed: dict[str, Placed] = {}
-        for unit, layers in self.layout.units(stage, chunk):
-            if unit not in units:
-                raise ValueError(f"stage {stage} has {unit!r}, which the model lacks; it has {list(units)}")
-            for layer in layers:
-                for each in (layer, *layer.others):
-                    for owned, cut in self._cuts(units[unit], layer, each):
-                        name = names[id(owned.owner), owned.name]
-                        if name not in placed:  # a shared one, on the stage that has its layer too
-                            placed[name] = cut
-                            self._replace(owned, cut)
+        for name, owned, cut in cut_parameters(self.model, self.layout, self.mesh, stage=stage, chunk=chunk):
+            placed[name] = cut
+            self._replace(owned, cut)
+        if self.balanced is not None:
+            self._balance(self.balanced, units, stage, chunk, names)
         for unit, layers in self.layout.units(stage, chunk):
             for layer in layers:
                 self._plan(unit, units[unit], layer)
@@ -162,23 +162,6 @@ class _LayingOut:
         )
         self.model.recompute_to_end = not self.layout.is_plain
         return LaidOut(self.model, placed, self.groups, self.interpreter.collectives)
-
-    # ---- parameters
-
-    def _cuts(self, unit: nn.Module, layer: Layer, each: Layer) -> Iterator[tuple[Owned, Placed]]:
-        """Parameters of a layer (or of one of its `others`) that are cut."""
-        cuts = self.layout.parameter_cuts(replace(each, input=layer.input, output=layer.output))
-        for operand, owned in parameters_of(unit, each).items():
-            cut, shape = cuts[operand], tuple(owned.tensor.shape)
-            if layer.kind in (Kind.positions, Kind.first_token):  # cut in their last dimension
-                cut = replace(cut, dims=((),) * (len(shape) - 1) + (cut.dims[-1],))
-            padded = shape
-            if layer.kind is Kind.embedding:
-                padded = (layer.features_in, *shape[1:])
-            elif layer.kind in (Kind.linear, Kind.tied):
-                padded = (each.features_out, *shape[1:])
-            if num_parts(self.mesh, cut.axes) > 1 or padded != shape:
-                yield owned, Placed(shape, padded, cut)
 
     def _replace(self, owned: Owned, placed: Placed) -> None:
         whole = owned.tensor
@@ -189,6 +172,54 @@ class _LayingOut:
             module.out_features, module.in_features = part.shape
         if isinstance(module, nn.Embedding):
             module.num_embeddings, module.embedding_dim = part.shape
+
+    # ---- balancing
+
+    def _balance(
+        self,
+        balanced: Balanced,
+        units: Mapping[str, nn.Module],
+        stage: int,
+        chunk: int,
+        names: Mapping[tuple[int, str], str],
+    ) -> None:
+        """Tell it of the blocks: the first pair of products of each is attention's, the second the FFN's."""
+        found, paths = [], []
+        for unit, layers in self.layout.units(stage, chunk):
+            paired = [layer for layer in layers if layer.kind is Kind.linear and layer.role is not Role.whole]
+            if unit == ROOT:
+                continue
+            matrices = {
+                product: self._matrices(units[unit], layer, product, balanced, names)
+                for product, layer in zip(Product, paired, strict=True)
+            }
+            found.append((unit, units[unit], matrices))
+            paths.append([layer.path for layer in paired])
+        for (unit, _, _), of, block in zip(found, paths, balanced.add_part(found), strict=True):
+            self.products |= {
+                (unit, path): block.products[product] for path, product in zip(of, Product, strict=True)
+            }
+
+    def _matrices(
+        self,
+        module: nn.Module,
+        layer: Layer,
+        product: Product,
+        balanced: Balanced,
+        names: Mapping[tuple[int, str], str],
+    ) -> Matrices:
+        members = (layer, *layer.others)
+        held = [parameters_of(module, each) for each in members]
+        units = self.layout.tensor * balanced.work.units[product.half]
+        sections = [
+            [features // units for features in each.sections or (each.features_out,)] for each in members
+        ]
+        return Matrices(
+            weights=[_source(each["weight"]) for each in held],
+            biases=[_source(each["bias"]) for each in held if "bias" in each],
+            names=[names[id(each["weight"].owner), "weight"] for each in held],
+            sections=sections if product.is_first else (),
+        )
 
     # ---- plans
 
@@ -212,6 +243,7 @@ class _LayingOut:
                 weights=[_source(each["weight"]) for each in found],
                 biases=[_source(each["bias"]) for each in found if "bias" in each],
                 rate=self.interpreter.rate,
+                balanced=self.products.get((unit, layer.path)),
             )
             return
         program = Program(
@@ -297,6 +329,55 @@ class _LayingOut:
     @property
     def mesh(self) -> Mesh:
         return self.groups.mesh
+
+
+def cut_parameters(
+    model: Stack, layout: ParallelLayout, mesh: Mesh, *, stage: int, chunk: int
+) -> Iterator[tuple[str, Owned, Placed]]:
+    """Each parameter of a part of a model that ranks hold in parts, with its name, and how: as it is before that.
+
+    Raises:
+        ValueError: If the model has no module that a layer names.
+    """
+    units, names = model.units(), _names(model)
+    seen: set[str] = set()
+    for unit, layers in layout.units(stage, chunk):
+        if unit not in units:
+            raise ValueError(f"stage {stage} has {unit!r}, which the model lacks; it has {list(units)}")
+        for layer in layers:
+            for each in (layer, *layer.others):
+                for owned, cut in _cuts(layout, mesh, units[unit], layer, each):
+                    name = names[id(owned.owner), owned.name]
+                    if name not in seen:  # a shared one, on the stage that has its layer too
+                        seen.add(name)
+                        yield name, owned, cut
+
+
+def _cuts(
+    layout: ParallelLayout, mesh: Mesh, unit: nn.Module, layer: Layer, each: Layer
+) -> Iterator[tuple[Owned, Placed]]:
+    """Parameters of a layer (or of one of its `others`) that are cut."""
+    cuts = layout.parameter_cuts(replace(each, input=layer.input, output=layer.output))
+    for operand, owned in parameters_of(unit, each).items():
+        cut, shape = cuts[operand], tuple(owned.tensor.shape)
+        if layer.kind in (Kind.positions, Kind.first_token):  # cut in their last dimension
+            cut = replace(cut, dims=((),) * (len(shape) - 1) + (cut.dims[-1],))
+        padded = shape
+        if layer.kind is Kind.embedding:
+            padded = (layer.features_in, *shape[1:])
+        elif layer.kind in (Kind.linear, Kind.tied):
+            padded = (each.features_out, *shape[1:])
+        if num_parts(mesh, cut.axes) > 1 or padded != shape:
+            yield owned, Placed(shape, padded, cut)
+
+
+def _names(model: nn.Module) -> dict[tuple[int, str], str]:
+    """Of each parameter by the module that has it, and what it is called there."""
+    return {
+        (id(module), name): f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._parameters
+    }
 
 
 _INPUTS: Mapping[Kind, tuple[str, ...]] = {

@@ -1,5 +1,5 @@
 """Work at a device's rate: what is left of the time that each product and attention would take there is slept away
-(`cluster.emulated_flops_per_s`).
+(`cluster.emulated_flops_per_s`, and `cluster.slowdown` of a rank). Here too the time of products is taken.
 
 Operations are counted as the simulator does (`sim.layout.work`): products of matrices, and attention over the whole
 square, also under a causal mask; backward takes twice as many. All else takes the time that it takes here.
@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ...policies.balance import Half
 from ...policies.layout.border import num_parts, part_index
 from ...policies.layout.ring import BLOCK_GRADIENTS, BLOCKS
 from ...policies.layout.tokens import block_pairs
 from ...policies.plan import Apply, Multiply, Step
+from ..balance.stopwatch import Mark, Stopwatch
+from ..balance.straggle import Straggler
 from ..laps import sleep_until
 from .functions import Context
 
@@ -28,28 +31,53 @@ Flop = Callable[[Sequence[Tensor], Tensor], int]  # of a forward, from what it w
 
 
 class Rate:
-    """How fast the device is that the CPU stands for.
+    """How long work takes.
 
     Args:
-        flop_per_s: Where the CPU is slower, its own time stands.
+        flop_per_s: Of the device that the CPU stands for; where the CPU is slower, its own time stands. None: work
+            takes the time that it takes.
+        straggler: Makes this rank slow.
+        stopwatch: Told of the products of balanced blocks.
+        synchronize: Waits for the device, where work runs asynchronously.
     """
 
-    def __init__(self, flop_per_s: float) -> None:
+    def __init__(
+        self,
+        flop_per_s: float | None,
+        *,
+        straggler: Straggler | None = None,
+        stopwatch: Stopwatch | None = None,
+        synchronize: Callable[[], None] | None = None,
+    ) -> None:
         self._flop_per_s = flop_per_s
+        self.straggler, self.stopwatch = straggler, stopwatch
+        self._synchronize = synchronize
 
     def end(self, began_ns: int, flop: float) -> None:
         """Let time pass until work that began then would have ended."""
-        if flop:
-            sleep_until(began_ns + round(flop / self._flop_per_s * 1e9))
+        if not flop:
+            return
+        factor = 1.0 if self.straggler is None else self.straggler.stretch
+        if self._flop_per_s is not None:
+            sleep_until(began_ns + round(factor * flop / self._flop_per_s * 1e9))
+        elif factor > 1:
+            if self._synchronize is not None:
+                self._synchronize()
+            sleep_until(began_ns + round(factor * (time.monotonic_ns() - began_ns)))
 
-    def around(self, call: Call, flop: Flop) -> Call:
-        """The same call, which takes its time, and whose backward does."""
+    def work(self, flop: float, half: Half | None) -> float:
+        """Operations that a slow rank does in place of so many, where it repeats them and they are slept out."""
+        again = self.straggler is not None and self._flop_per_s is not None and half is not None
+        return flop * (1 + self.straggler.repeats) if again and self.straggler is not None else flop
+
+    def around(self, call: Call, flop: Flop, half: Half | None = None) -> Call:
+        """The same call, which takes its time, and whose backward does; of a product of `half`, it is measured."""
 
         def paced(*xs: Tensor) -> Tensor:
-            timer = _Timer(self, ends=torch.is_grad_enabled() and any(x.requires_grad for x in xs))
+            timer = _Timer(self, half, ends=torch.is_grad_enabled() and any(x.requires_grad for x in xs))
             entered = _Enter.apply(timer, *xs)  # type: ignore[no-untyped-call]
             y = call(*entered)
-            timer.flop = flop(entered, y)
+            timer.flop = self.work(flop(entered, y), half)
             left: Tensor = _Leave.apply(timer, y)  # type: ignore[no-untyped-call]
             return left
 
@@ -110,21 +138,33 @@ def _here(x: Tensor) -> Tensor:
 class _Timer:
     """Of one call: several may be under way before the first one's backward."""
 
-    def __init__(self, rate: Rate, *, ends: bool) -> None:
-        self._rate, self._ends = rate, ends
-        self.flop = 0
-        self._began_ns = time.monotonic_ns()
+    def __init__(self, rate: Rate, half: Half | None, *, ends: bool) -> None:
+        self._rate, self._half, self._ends = rate, half, ends
+        self._stopwatch = rate.stopwatch if half is not None and torch.is_grad_enabled() else None
+        self.flop = 0.0
+        self._mark: Mark | None = None
+        self._begins()
 
     def forward_ends(self) -> None:
-        self._rate.end(self._began_ns, self.flop)
+        self._over(self.flop)
 
     def backward_begins(self) -> None:
-        self._began_ns = time.monotonic_ns()
+        self._begins()
         if not self._ends:  # no input has a gradient, so nobody says when it is over
             self.backward_ends()
 
     def backward_ends(self) -> None:
-        self._rate.end(self._began_ns, 2 * self.flop)
+        self._over(2 * self.flop)
+
+    def _begins(self) -> None:
+        self._began_ns = time.monotonic_ns()
+        if self._stopwatch is not None:
+            self._mark = self._stopwatch.mark()
+
+    def _over(self, flop: float) -> None:
+        self._rate.end(self._began_ns, flop)
+        if self._stopwatch is not None and self._half is not None and self._mark is not None:
+            self._stopwatch.add(self._half, self._mark)
 
 
 class _Enter(torch.autograd.Function):

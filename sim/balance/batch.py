@@ -92,7 +92,7 @@ class BatchRun(Run):
     def _fold(self) -> Fold:
         """Each replica may take another number of sequences."""
         ranks = range(self.mesh.num_ranks)
-        self.replica_of = [self.mesh.index(DATA, rank) for rank in ranks]
+        self.kinds = [self.mesh.index(DATA, rank) for rank in ranks]
         return super()._fold()
 
     def _room(self, counts: Sequence[int]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from ...conf.model_spec import ModelSpec
 from ...conf.schema import ExperimentConf
 from ...policies.layout import Direction
 from ...policies.mesh import LOCAL, NODE, WORLD
+from ..balance.share import Share
 from ..costs import EMBED, HEAD
 from ..device import Device, Tally
 from ..interpreter import Transfer
@@ -14,19 +15,21 @@ from ..layers import Kernels
 from .model import LaidModel
 from .shapes import BEFORE, BEHIND, BLOCK
 
-_ALIKE = {"reduce_tree": ("reduce", "broadcast")}
+_ALIKE = {"reduce_tree": ("reduce", "broadcast"), "scatter": ("broadcast",), "gather": ("broadcast",)}
 
 ENDS = {EMBED: BEFORE, HEAD: BEHIND}
 
 
 class LaidCosts:
     """Keys are those of `computation`: "forward/block.0#3", a step of a unit's computation, or all of it without "#3";
-    "#3@1", where the work differs by the place on the sequence axis.
+    "#3@1", where the work differs by the place on the sequence axis; "#3%2:512:0.0:0.0:0.0:0.0", of a rank with a share
+    of its own (`balance.share`).
 
     Of a probe, `host.compute_ns` has the whole of a unit's local work, "forward/block.0" or "forward/block" and, of the
     root, "forward/embed" and "forward/head" or both as "forward/root". Its steps share it out as the device's model has
-    them. Without a probe a rate (`emulated_flops_per_s`) says how long products take, or the device. With both, the
-    products take what they take at the rate, and the other steps share out what was measured beyond that.
+    them: of an even split, which other shares are measured by. Without a probe a rate (`emulated_flops_per_s`) says how
+    long products take, or the device. With both, the products take what they take at the rate, and the other steps
+    share out what was measured beyond that.
 
     Raises:
         ValueError: If the layout does not fit the cluster or the model.
@@ -41,9 +44,11 @@ class LaidCosts:
 
     def tally(self, key: str) -> Tally:
         unit, _, rest = key.partition("#")
+        rest, _, share = rest.partition("%")
         number, _, place = rest.partition("@")
         direction, _, where = unit.partition("/")
-        steps = self.model.steps(ENDS.get(where, BLOCK), Direction(direction))
+        of = Share.parse(share) if share else None
+        steps = self.model.steps(ENDS.get(where, BLOCK), Direction(direction), of)
         if number:
             step = steps[int(number)]
             found = step.by_place[int(place)] if place else step.what

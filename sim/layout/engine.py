@@ -4,11 +4,15 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ...conf.schema import Backend, ExperimentConf, Precision, Recompute
+from ...policies.balance import MEASURE_STREAM
 from ...policies.comm import Placement
 from ...policies.layout import Kind
 from ...policies.mesh import PIPELINE, REPLICAS, SEQUENCE, STAGE, Mesh
+from ..balance.lending import Lending
+from ..balance.rank_work import EVEN, RankWork
 from ..engine import Decisions, Weights
 from ..engines import Setup, State, Written
+from ..interpreter import Transfer
 from ..offload import Offload
 from ..optimizer import num_norms
 from ..program import Program, Writer
@@ -28,6 +32,8 @@ class _Kind(NamedTuple):
     stage: int
     tied_rows: int
     place: int  # on the sequence axis
+    work: RankWork = EVEN
+    measuring: tuple[tuple[str, Transfer], ...] = ()  # (layer, collective) behind the step
 
 
 class LayoutEngine:
@@ -76,6 +82,7 @@ class LayoutEngine:
             world=self.mesh,
         )
         self.unit_bytes: Mapping[str, int] = self._bytes_of(0)
+        self._apart: dict[tuple[_Kind, bool, State], Program] = {}
 
     def write(self, *, validation: bool, before: State) -> Written:
         """A program for each stage, for ranks that hold more rows of a tied matrix than others, and for those whose
@@ -90,11 +97,9 @@ class LayoutEngine:
         log = self._decisions.log
         last: Program | None = None
         for rank in range(self.mesh.num_ranks):
-            stage = self.mesh.index(PIPELINE, rank)
-            rows = 0 if validation else self._tied_rows(stage, rank)
-            kind = _Kind(stage, rows, self.mesh.index(SEQUENCE, rank) if self._model.num_places > 1 else 0)
+            kind = self._kind(rank, validation=validation)
             if kind not in known:
-                known[kind], held = self._program(kind, actions[stage], validation, before)
+                known[kind], held = self._program(kind, actions[kind.stage], validation, before)
                 after.update(held)
                 self._decisions.log = []  # a record has those of the first rank
             if known[kind] is not last:
@@ -103,15 +108,50 @@ class LayoutEngine:
                 break
         return Written(programs, [*self._model.decided, *log], tuple(sorted(after)))
 
+    def write_for(
+        self,
+        rank: int,
+        *,
+        validation: bool,
+        before: State,
+        work: RankWork = EVEN,
+        measuring: tuple[tuple[str, Transfer], ...] = (),
+    ) -> Program:
+        """The program of one rank that may compute another share than others: equal ones are one.
+
+        Args:
+            work: What it computes, and what moves.
+            measuring: (layer, collective) behind the step, in order.
+        """
+        kind = self._kind(rank, validation=validation)._replace(work=work, measuring=measuring)
+        key = (kind, validation, before)
+        if key not in self._apart:
+            layout = self._layout
+            actions = (
+                forward_actions(layout, self._experiment.train.eval_batches)
+                if validation
+                else stage_actions(layout)
+            )
+            self._decisions.log = []
+            program, _ = self._program(kind, actions[kind.stage], validation, before)
+            program.tag_by_axis()
+            self._apart[key] = program
+        return self._apart[key]
+
+    def _kind(self, rank: int, *, validation: bool) -> "_Kind":
+        stage = self.mesh.index(PIPELINE, rank)
+        rows = 0 if validation else self._tied_rows(stage, rank)
+        return _Kind(stage, rows, self.mesh.index(SEQUENCE, rank) if self._model.num_places > 1 else 0)
+
     def _program(
         self, kind: "_Kind", actions: Sequence[Action], validation: bool, before: State
     ) -> tuple[Program, State]:
-        stage, rows, place = kind
-        rules = self._rules(stage, place)
+        stage, rows = kind.stage, kind.tied_rows
+        rules = self._rules(kind)
         if self._layout.stages == 1:
             weights = Weights(before)
             write = self._engine.validation if validation else self._engine.training_step
-            return write(rules, weights), weights.key()
+            return self._measured(write(rules, weights), rules, kind), weights.key()
         weights = Weights(())
         weights.copies = CopiesInFlight()
         names = {unit.name for unit in self._model.units(stage)}
@@ -124,7 +164,13 @@ class LayoutEngine:
             share = self._model.num_parameters(stage) / self._model.num_parameters(0)
             step = StepWork(self._num_norms(stage), round(self._costs.stepped_elements * share))
             program = self._engine.stage_step(rules, weights, stage, actions, step, tied_rows=rows)
-        return program, weights.key()
+        return self._measured(program, rules, kind), weights.key()
+
+    def _measured(self, program: Program, rules: Blocking, kind: "_Kind") -> Program:
+        """With what ranks tell each other behind their step."""
+        for layer, transfer in kind.measuring:
+            rules.message("step", layer, transfer, tag=None, stream=MEASURE_STREAM)
+        return program
 
     def _tied_rows(self, stage: int, rank: int) -> int:
         """Rows of a matrix that two stages hold of which this rank has the gradient: FSDP2 cuts without padding."""
@@ -152,10 +198,14 @@ class LayoutEngine:
             unit.name: parts * sum(self._engine.segments(unit)) * element for unit in self._model.units(stage)
         }
 
-    def _rules(self, stage: int, place: int) -> Blocking:
+    def _rules(self, kind: "_Kind") -> Blocking:
         experiment = self._experiment
         nccl = experiment.cluster.backend is Backend.nccl
-        layers = LayersOf(self._model, place, at_a_time=1 if nccl else GLOO_THREADS)
+        stage, layout = kind.stage, self._layout
+        chunks = [[f"block.{i}" for i in layout.layers(stage, chunk)] for chunk in range(layout.chunks)]
+        lending = Lending(kind.work, chunks, ahead=not self._sharded)
+        at_a_time = 1 if nccl else GLOO_THREADS
+        layers = LayersOf(self._model, kind.place, at_a_time=at_a_time, lending=lending)
         writer = Writer(merge=not experiment.cluster.host.cores)
         copies = self._bytes_of(stage) if self._sharded and self._costs.engine_copies else {}
         if nccl:

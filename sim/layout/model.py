@@ -7,6 +7,7 @@ from math import prod
 
 from ...conf.model_spec import ModelSpec, Unit
 from ...conf.schema import ExperimentConf, Recompute
+from ...policies.balance import Half
 from ...policies.comm import describe_action
 from ...policies.layout import (
     Direction,
@@ -18,11 +19,13 @@ from ...policies.layout import (
 )
 from ...policies.mesh import Mesh
 from ...policies.plan import Plan
+from ..balance.share import Share, products_of
 from ..device import Device, Tally
 from ..engine import Stretch
 from ..interpreter import FP32_BYTES, Transfer
 from ..layers import Kernels
 from .operands import Followed, LocalStep, Operand, beside_bytes, follow
+from .pruned import pruned
 from .saved import SavedOnCpu, keeps_as_on_cpu
 from .shapes import BEFORE, BEHIND, BLOCK, Shapes
 from .work import Works
@@ -39,6 +42,8 @@ class LaidStep:
         after: Positions, among the steps of the part, that must end first; () only at its beginning.
         pair: As of `operands.OperandStep`.
         by_place: Work that differs by the rank's place on the sequence axis, of which `what` is the mean; () else.
+        product: Whether it is a product, or attention.
+        half: Of a block, to whose products it belongs; None: something else.
     """
 
     path: str
@@ -49,6 +54,8 @@ class LaidStep:
     beside: bool = False
     pair: int = -1
     by_place: tuple[Tally, ...] = ()
+    product: bool = False
+    half: Half | None = None
 
 
 class LaidModel:
@@ -74,8 +81,8 @@ class LaidModel:
             sequence=sequence,
             element_bytes=experiment.precision.element_bytes,
         )
-        self.works = Works(self.shapes, device, kernels)
-        self._parts: dict[str, _Part] = {}
+        self._device, self._kernels = device, kernels
+        self._parts: dict[tuple[str, Share | None], _Part] = {}
         self._roots: dict[tuple[str, ...], Unit] = {}
         self._recomputes = experiment.recompute is Recompute.full
         # What a CPU keeps is known to the byte, of a GPU's kernels it is estimated
@@ -89,9 +96,13 @@ class LaidModel:
         asked = [(event, self.layout.decide(event)) for event in self.layout.questions()]
         return tuple((describe_layer_event(event), describe_action(plan)) for event, plan in asked)
 
-    def steps(self, part: str, direction: Direction) -> tuple[LaidStep, ...]:
-        """What a rank does for one unit, or for the root before or behind the blocks (`shapes.BEFORE`, ...)."""
-        found = self._part(part)
+    def steps(self, part: str, direction: Direction, share: Share | None = None) -> tuple[LaidStep, ...]:
+        """What a rank does for one unit, or for the root before or behind the blocks (`shapes.BEFORE`, ...).
+
+        Args:
+            share: What of a block it computes; None: as much as every other rank.
+        """
+        found = self._part(part, share)
         if direction is not Direction.backward:
             return found.forward
         return _chained([found.again, found.backward]) if self._repeats(part) else tuple(found.backward)
@@ -156,24 +167,29 @@ class LaidModel:
 
     # ---- what a part comes to
 
-    def _part(self, part: str) -> "_Part":
-        known = self._parts.get(part)
+    def _part(self, part: str, share: Share | None = None) -> "_Part":
+        known = self._parts.get((part, share))
         if known is None:
-            known = self._parts[part] = _Part(self, part)
+            shapes = self.shapes.of_share(share) if share is not None else self.shapes
+            works = Works(shapes, self._device, self._kernels)
+            known = self._parts[part, share] = _Part(self, part, shapes, works, share)
         return known
 
 
 class _Part:
     """The layers of a part, forward and backward."""
 
-    def __init__(self, model: LaidModel, part: str) -> None:
-        self._model = model
-        self._layers = model.shapes.parts[part]
+    def __init__(
+        self, model: LaidModel, part: str, shapes: Shapes, works: Works, share: Share | None
+    ) -> None:
+        self._model, self._shapes, self._works, self._share = model, shapes, works, share
+        self._layers = shapes.parts[part]
+        self._products = products_of(self._layers) if part == BLOCK else {}
         self.saved_bytes = 0.0
         self.beside_bytes = 0  # the most of any layer
         forward: list[list[LaidStep]] = []
         backward: list[list[LaidStep]] = []
-        between = model.works.between(self._layers) if part == BLOCK else {}
+        between = works.between(self._layers) if part == BLOCK else {}
         for i, layer in enumerate(self._layers):
             before = self._layers[i - 1] if i else None
             ahead, behind = self._layer(i, layer, before)
@@ -197,14 +213,17 @@ class _Part:
         if ahead is None or behind is None:
             if (ahead is None) != (behind is None):
                 raise ValueError(f"layer {layer.path!r}: the layout has a plan of one direction only")
-            forward, backward, saved = model.works.layer(layer, before)
+            forward, backward, saved = self._works.layer(layer, before)
             self.saved_bytes += 0.0 if self._is_kept_before(at) else saved
-            name = layer.kind.value
-            return [LaidStep(layer.path, name, forward)], [LaidStep(layer.path, name, backward)]
-        began = model.shapes.forward(layer, before)
+            name, half = layer.kind.value, self._half(at)
+            return (
+                [LaidStep(layer.path, name, forward, product=forward.flop > 0, half=half)],
+                [LaidStep(layer.path, name, backward, product=backward.flop > 0, half=half)],
+            )
+        began = self._shapes.forward(layer, before)
         try:
             through = follow(ahead, began, model.mesh)
-            name, output = model.shapes.output(layer, before)
+            name, output = self._shapes.output(layer, before)
             made = through.operands.get(name)
             if made is None or made.shape != output.shape:
                 raise ValueError(f"plan '{ahead.describe()}' ends with {name} = {made}, not {output}")
@@ -215,13 +234,17 @@ class _Part:
         kept = self._kept(at, behind, through.operands)
         self.saved_bytes += float(sum(through.operands[each].nbytes for each in kept))
         local = [step.what for step in through.steps if isinstance(step.what, LocalStep)]
-        self.saved_bytes += sum(model.works.scores_bytes(step) for step in local)
+        self.saved_bytes += sum(self._works.scores_bytes(step) for step in local)
         self.beside_bytes = max(
             self.beside_bytes,
             beside_bytes(ahead, through.operands, (name, *kept)),
             beside_bytes(behind, back.operands, [f"d{each}" for each in began]),
         )
-        return self._steps(layer, through), self._steps(layer, back)
+        return self._steps(at, through), self._steps(at, back, backward=True)
+
+    def _half(self, at: int) -> Half | None:
+        product = self._products.get(at)
+        return product.half if product is not None else None
 
     def _check_gradients(self, plan: Plan, began: Mapping[str, Operand], back: Followed) -> None:
         for name, operand in began.items():
@@ -249,21 +272,11 @@ class _Part:
         behind = self._model.layout.decide(before.runs(Direction.backward))
         return before.kind is not Kind.attention or behind is None or "y" in behind.operands
 
-    def _steps(self, layer: Layer, followed: Followed) -> list[LaidStep]:
-        found = []
+    def _steps(self, at: int, followed: Followed, *, backward: bool = False) -> list[LaidStep]:
+        layer, found = self._layers[at], list[LaidStep]()
         for step in followed.steps:
             if isinstance(step.what, LocalStep):
-                works, name = self._model.works, step.what.name
-                found.append(
-                    LaidStep(
-                        layer.path,
-                        name,
-                        works.step(step.what),
-                        step.stream,
-                        step.after,
-                        by_place=works.by_place(step.what),
-                    )
-                )
+                found.append(self._local(at, step.what, step.stream, step.after, backward=backward))
             else:
                 found.append(
                     LaidStep(
@@ -271,6 +284,26 @@ class _Part:
                     )
                 )
         return found
+
+    def _local(
+        self, at: int, what: LocalStep, stream: str, after: tuple[int, ...], *, backward: bool
+    ) -> LaidStep:
+        works, product = self._works, self._products.get(at)
+        extra = Tally()
+        if product is not None and self._share is not None and what.product is not None:
+            what, moved, kernels = pruned(what, self._share, product, backward=backward)
+            extra = works.passes(moved, kernels)
+        work = works.step(what)
+        return LaidStep(
+            self._layers[at].path,
+            what.name,
+            work + extra,
+            stream,
+            after,
+            by_place=works.by_place(what),
+            product=work.flop > 0,
+            half=product.half if product is not None and what.product is not None else None,
+        )
 
 
 def _chained(groups: list[list[LaidStep]]) -> tuple[LaidStep, ...]:

@@ -19,7 +19,10 @@ from ...policies.plan import (
     Apply,
     Broadcast,
     Collective,
+    Join,
     Multiply,
+    Part,
+    Place,
     Plan,
     ReduceScatter,
     ReduceTo,
@@ -128,6 +131,8 @@ class _Walk:
             case Slice():
                 self._write(step, (self._slice(step),))
                 return after  # a view
+            case Part() | Place() | Join():
+                return self._add(self._copy(step), stream, after)
             case Multiply():
                 return self._add(self._multiply(step), stream, after)
             case Apply():
@@ -150,6 +155,28 @@ class _Walk:
     def _slice(self, step: Slice) -> Operand:
         (operand,) = self._read(step, 1)
         return self._cut(step, operand, step.dim, self._size(step))
+
+    def _copy(self, step: Part | Place | Join) -> LocalStep:
+        read = self._read(step, len(step.reads))
+        shape = list(read[0].shape)
+        if isinstance(step, Part):
+            if step.first + step.size > shape[step.dim]:
+                raise self._error(
+                    step, f"takes places up to {step.first + step.size} of shape {read[0].shape}"
+                )
+            shape[step.dim] = step.size
+        elif isinstance(step, Place):
+            if step.first + shape[step.dim] > step.total:
+                raise self._error(step, f"shape {read[0].shape} does not fit at {step.first} of {step.total}")
+            shape[step.dim] = step.total
+        else:
+            shape[step.dim] = sum(operand.shape[step.dim] for operand in read)
+        made = replace(read[0], shape=tuple(shape))
+        moved = 2 * min(made.nbytes, sum(operand.nbytes for operand in read))
+        if isinstance(step, Place):
+            moved += read[0].nbytes if step.add else made.nbytes - read[0].nbytes
+        self._write(step, (made,))
+        return LocalStep(type(step).__name__.lower(), moved, tuple(read), (made,))
 
     def _multiply(self, step: Multiply) -> LocalStep:
         left, right = self._read(step, 2)

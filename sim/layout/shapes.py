@@ -1,12 +1,15 @@
 """The local shapes of one rank's operands and parameters, from the borders and cuts of a layout."""
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from functools import cached_property
 
 from ...conf.model_spec import ModelSpec, Tensor, Unit, parameters
 from ...policies.layout import Border, Cut, Kind, Layer, ParallelLayout, num_parts
 from ...policies.layout.functions import Shape
 from ...policies.mesh import Mesh
+from ..balance.share import Share, resized
+from ..layers import Widths
 from .operands import Operand
 
 ID_BYTES = 8  # of a token's or class's number
@@ -48,7 +51,15 @@ class Shapes:
         self.element_bytes = element_bytes
         outline = layout.outline
         self.parts = {BEFORE: outline.before, BLOCK: outline.block, BEHIND: outline.behind}
+        self.widths: Widths | None = None  # of a block; None: an even share
         self._units = parameters(spec)
+
+    def of_share(self, share: Share) -> "Shapes":
+        """Of a rank that computes so much of each block."""
+        made = copy(self)
+        layers, made.widths = resized(self.parts[BLOCK], share, self.spec, self.layout.tensor)
+        made.parts = {**self.parts, BLOCK: layers}
+        return made
 
     # ---- activations
 
@@ -75,7 +86,9 @@ class Shapes:
                 images = Operand((self.micro, spec.channels, *spec.image), self.element_bytes)
                 return {"images": images, **weights}
             case Kind.attention:
-                queries, keys = self._heads(layer, spec.heads), self._heads(layer, spec.kv_heads)
+                heads, kv_heads = self.widths[:2] if self.widths is not None else (None, None)
+                queries = self._heads(layer, spec.heads, heads)
+                keys = self._heads(layer, spec.kv_heads, kv_heads)
                 return {"q": queries, "k": keys, "v": keys}
             case Kind.loss:
                 assert before is not None, "a loss follows a head"
@@ -111,10 +124,12 @@ class Shapes:
         """Of a layer's output; None: a classifier looks at one token only."""
         return None if self.spec.classifies and layer.path == "classifier" else self.tokens
 
-    def _heads(self, layer: Layer, heads: int) -> Operand:
+    def _heads(self, layer: Layer, heads: int, own: int | None) -> Operand:
+        """`own`: of this rank; None: its even share of `heads`."""
         batch = divided(self.micro, num_parts(self.mesh, layer.input.batch), "sequences of a micro-batch")
         tokens = divided(self.tokens, num_parts(self.mesh, layer.input.tokens), "tokens")
-        own = divided(heads, num_parts(self.mesh, layer.input.features), "heads")
+        if own is None:
+            own = divided(heads, num_parts(self.mesh, layer.input.features), "heads")
         return Operand((batch, own, tokens, self.spec.head_dim), self.element_bytes)
 
     # ---- parameters

@@ -66,6 +66,10 @@ class Works:
         largest = max((operand.numel for operand in step.reads), default=0)
         return self._device.streamed(float(step.nbytes + extra * largest), kernels)
 
+    def passes(self, nbytes: int, kernels: int) -> Tally:
+        """Kernels that copy; nothing where there are none."""
+        return self._device.streamed(float(nbytes), kernels) if kernels else Tally()
+
     def _product(self, step: LocalStep) -> Tally:
         product = step.product
         assert product is not None
@@ -186,7 +190,10 @@ class Works:
         mesh, border = self._shapes.mesh, layer.input
         micro = self._shapes.micro // num_parts(mesh, border.batch)
         heads = num_parts(mesh, border.features)
-        block = Block(self._shapes.spec, self._device, self._tokens, micro, heads, False, self._kernels)
+        widths = self._shapes.widths
+        block = Block(
+            self._shapes.spec, self._device, self._tokens, micro, heads, False, self._kernels, widths
+        )
         return block.core()
 
     # ---- between the layers of a block
@@ -217,7 +224,8 @@ class Works:
         micro = self._shapes.micro // num_parts(mesh, border.batch)
         tokens = self._tokens // num_parts(mesh, border.tokens)
         features = num_parts(mesh, border.features)
-        return Block(self._shapes.spec, self._device, tokens, micro, features, False, self._kernels)
+        spec, widths = self._shapes.spec, self._shapes.widths
+        return Block(spec, self._device, tokens, micro, features, False, self._kernels, widths)
 
     @property
     def _tokens(self) -> int:

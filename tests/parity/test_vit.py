@@ -111,6 +111,41 @@ def test_ranks_train_and_validate_as_a_single_process_does(
     assert told == pytest.approx([accuracy for _, accuracy in validations])
 
 
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+def test_layouts_train_and_validate_as_a_single_process_does(
+    picture_folder: Callable[..., Path], run_cases: Callable[..., Any]
+) -> None:
+    steps = 8
+    common = (
+        *ODD_VIT,
+        "model.layers=2",
+        "model.hidden=32",
+        "model.heads=4",
+        *pictures(picture_folder()),
+        "precision=fp32",
+        "comm=ddp",
+        f"steps={steps}",
+        "train.eval_every=4",
+        "optimizer.lr=3e-3",
+    )
+    layouts = {
+        "tensor": ("parallel.tensor=4", "batch.micro=8"),
+        "tensor-data": ("parallel.tensor=2", "batch.micro=4"),
+        "2d": ("parallel.tensor=4", "parallel.tensor_mode=2d", "batch.micro=8"),
+        "pipeline": ("parallel.pipeline=2", "parallel.tensor=2", "batch.micro=4", "batch.accumulation=2"),
+    }
+    runs = run_cases({name: (*common, *keys) for name, keys in layouts.items()})
+    losses, validations = single_process(runs["tensor"][0], steps)
+    for name, (_, real) in runs.items():
+        result = real.result
+        assert result["loss"] == pytest.approx(losses, rel=2e-5), name
+        found = [loss for _, loss in result["validation_loss"]]
+        assert found == pytest.approx([loss for loss, _ in validations], rel=2e-5), name
+        shares = [share for _, share in result["validation_accuracy"]]
+        assert shares == pytest.approx([accuracy for _, accuracy in validations]), name
+
+
 def single_process(composed: Composed, steps: int) -> tuple[list[float], list[tuple[float, float]]]:
     """The same training in plain torch, 8 pictures at once; (loss, accuracy) of each validation, over 21 at once."""
     experiment, spec = composed.experiment, composed.spec

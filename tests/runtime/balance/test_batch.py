@@ -173,8 +173,12 @@ def test_a_replica_at_half_speed_takes_half(tmp_path):
 
 def test_an_answer_that_loses_sequences_is_refused(tmp_path):
     composed = compose(
-        [*SMALL, *MODELS["gpt"], "batch.micro=3", "comm=ddp", "steps=2", "balance=batch", "balance.period=1"]
-        + ["cluster.devices_per_node=2"]
+        [
+            *SMALL,
+            *MODELS["gpt"],
+            *("batch.micro=3", "comm=ddp", "steps=2", "cluster.devices_per_node=2"),
+            *("balance=batch", "balance.period=1"),
+        ]
     )
     case = Case(
         name="lossy",

@@ -300,13 +300,15 @@ def test_a_pipeline_resumes_from_its_checkpoint(done):
     for whole, resumed in (("piped", "resumed"), ("ddp_saved", "ddp_resumed")):
         assert result(done, resumed)["first_step"] == 3
         assert result(done, resumed)["loss"] == result(done, whole)["loss"][3:]
-    where = f"train.resume_from={done / 'piped'}"
-    with pytest.raises(ValueError, match="written with parallel.pipeline=2; parallel.pipeline=1 here"):
-        check_resume(compose([*BASE, *PLAIN, where]).experiment)
-    where = f"train.resume_from={done / 'ddp_saved'}"
+    # another layout may go on too; a placement of the weights that has other optimizer states may not
+    check_resume(compose([*BASE, *PLAIN, f"train.resume_from={done / 'piped'}"]).experiment)
     tied = "model.tied_embeddings=true"
-    with pytest.raises(ValueError, match="parallel.virtual_stages=2; parallel.virtual_stages=1 here"):
-        check_resume(compose([*BASE, *PIPELINE, "comm=ddp", tied, where]).experiment)
+    with pytest.raises(ValueError, match="written with replicated weights; comm=zero3 keeps them sharded"):
+        check_resume(
+            compose(
+                [*BASE, *PIPELINE, "comm=zero3", tied, f"train.resume_from={done / 'ddp_saved'}"]
+            ).experiment
+        )
 
 
 @pytest.mark.distributed

@@ -1,0 +1,120 @@
+"""What a step is predicted to take with an assignment: compute of the slowest, and movement that does not hide."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .assignment import Assignment
+from .policy import Half, MovementTimed
+from .speeds import kept_share
+from .split import Lending
+from .work import BlockWork
+
+FORWARD = 1 / 3  # of a product's time: one of three multiplications of the same size
+BACKWARD = 2 / 3
+
+
+@dataclass(frozen=True, slots=True)
+class MovementCost:
+    """Units of one rank out and their gradients back: `start_ns` for each time, `unit_ns` for each unit (c0, c1)."""
+
+    start_ns: float = 0.0
+    unit_ns: float = 0.0
+
+    def one_way_ns(self, lent: Sequence[int]) -> float:
+        """Of all ranks that lend, one after the other: what they send ends at the same few links."""
+        return sum(self.start_ns + self.unit_ns * units for units in lent if units) / 2
+
+
+def fit_movement(timed: MovementTimed) -> MovementCost:
+    """The line through two timed movements; no part of it falls."""
+    (few, many), (few_ns, many_ns) = timed.units, timed.time_ns
+    if min(few, many) < 1 or min(few_ns, many_ns) < 0:
+        raise ValueError(f"{timed}: must be of at least one unit and 0 ns")
+    if few == many:
+        return MovementCost(0.0, (few_ns + many_ns) / (few + many))
+    unit_ns = max(0.0, (many_ns - few_ns) / (many - few))
+    return MovementCost(max(0.0, few_ns - unit_ns * few), unit_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class HalfTimes:
+    """Of one half of one block, forward and backward of one micro-batch.
+
+    Args:
+        own_ns: The slowest of ranks that compute units of their own alone.
+        borrowing_ns: The slowest of those that compute borrowed units too.
+        move_ns: Of what is lent, one way.
+    """
+
+    own_ns: float
+    borrowing_ns: float
+    move_ns: float
+
+    @property
+    def compute_ns(self) -> float:
+        return max(self.own_ns, self.borrowing_ns)
+
+
+def half_times(
+    work: BlockWork, half: Half, unit_ns: Sequence[float], lending: Lending, cost: MovementCost
+) -> HalfTimes:
+    """Of ranks that take `unit_ns` for a unit of all blocks in a step, with what they prune taken off."""
+    own, parts = work.units[half], work.blocks * work.passes
+    alone = with_borrowed = 0.0
+    for time_ns, lent, borrowed in zip(unit_ns, lending.lent, lending.borrowed, strict=True):
+        if borrowed:
+            with_borrowed = max(with_borrowed, time_ns * (own + borrowed))
+        else:
+            alone = max(alone, time_ns * (own - lent))
+    return HalfTimes(alone / parts, with_borrowed / parts, cost.one_way_ns(lending.lent))
+
+
+def block_ns(attention: HalfTimes, ffn: HalfTimes, *, ahead: bool) -> float:
+    """Of one block, one micro-batch.
+
+    Units go out from the start of the block's forward on, attention's first; a rank that borrows waits for them at the
+    start of the half. `ahead`: from the start of the block before on. In backward, gradients of the FFN's units
+    come back beside attention's backward, and then attention's, beside nothing.
+    """
+    both_out = attention.move_ns + ffn.move_ns
+    if ahead:
+        forward = max(FORWARD * (attention.compute_ns + ffn.compute_ns), both_out)
+    else:
+        first = FORWARD * attention.own_ns
+        if attention.borrowing_ns:
+            first = max(first, attention.move_ns + FORWARD * attention.borrowing_ns)
+        forward = first + FORWARD * ffn.own_ns
+        if ffn.borrowing_ns:
+            forward = max(forward, max(first, both_out) + FORWARD * ffn.borrowing_ns)
+    beside = max(BACKWARD * attention.compute_ns, ffn.move_ns)
+    return forward + BACKWARD * ffn.compute_ns + beside + attention.move_ns
+
+
+def predicted_ns(
+    assignment: Assignment,
+    unit_ns: Mapping[Half, Sequence[float]],
+    movement: Mapping[Half, MovementCost],
+) -> float:
+    """Of the products of all blocks of a stage in one step, with what movement adds.
+
+    Args:
+        unit_ns: [ranks] for each half, of a unit of all blocks in a step, nothing pruned.
+        movement: What is not in it costs nothing.
+    """
+    work = assignment.work
+    times = {}
+    for half in Half:
+        pruned = [time_ns * kept_share(assignment, half, rank) for rank, time_ns in enumerate(unit_ns[half])]
+        times[half] = half_times(
+            work, half, pruned, lending_of(assignment, half), movement.get(half, MovementCost())
+        )
+    each = block_ns(times[Half.attention], times[Half.ffn], ahead=work.ahead)
+    return each * work.blocks * work.passes
+
+
+def lending_of(assignment: Assignment, half: Half) -> Lending:
+    ranks = range(assignment.work.ranks)
+    return Lending(
+        tuple(sum(assignment.lent(half, rank)) for rank in ranks),
+        tuple(assignment.received(half, rank) for rank in ranks),
+    )

@@ -1,0 +1,33 @@
+"""balance=resize: slow ranks leave columns of their products out (ZERO-resizing). Nothing moves."""
+
+from ...conf.schema import BalanceConf, Goal
+from .budget import AccuracyBudget
+from .decider import Decider, Room
+from .policy import BalanceAction
+from .speeds import Speeds
+from .work import BlockWork
+
+
+class ResizePolicy(Decider):
+    """The ratio is `balance.ratio`, or what brings a straggler to `balance.goal`; at most what the budget allows."""
+
+    @property
+    def name(self) -> str:
+        return "resize"
+
+    def _answer(self, speeds: Speeds, room: Room) -> tuple[tuple[BalanceAction, ...], dict[int, float]]:
+        return (), resize_ratios(speeds, self._work, self._conf, self._budget)
+
+
+def resize_ratios(
+    speeds: Speeds, work: BlockWork, conf: BalanceConf, budget: AccuracyBudget
+) -> dict[int, float]:
+    """Of each straggler. ZERO-resizing to a target time: gamma = clip((T - T*) / M, 0, max_ratio), T at ratio 0.
+
+    T* is the time of ranks that are no stragglers, or the mean of all before balancing.
+    """
+    if conf.ratio is not None:
+        return budget.of_all(speeds.stragglers, conf.ratio)
+    times = speeds.even_ns(work)
+    goal_ns = min(times) if conf.goal is Goal.fastest else sum(times) / len(times)
+    return budget.to_level({rank: times[rank] for rank in speeds.stragglers}, goal_ns)

@@ -1,0 +1,108 @@
+"""The predicted fastest of a grid of answers: pruning by given ratios, and a share of each half's lossless moves."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .assignment import moves
+from .costs import HalfTimes, MovementCost, block_ns, half_times
+from .policy import Half, Migrate
+from .speeds import Speeds
+from .split import Lending, lend
+from .work import BlockWork
+
+COARSE = (0.0, 0.5, 1.0)  # shares of the way from an even split to the earliest end, each half's
+FINE = (0.125, 0.25, 0.375, 0.625, 0.75, 0.875)
+REFINED = 3  # sets of ratios that look best on the coarse grid
+AS_GOOD = 1.01  # of the shortest time: of these answers the one that prunes least, then that moves least
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An answer of the grid.
+
+    Args:
+        ratios: By rank.
+        time_ns: Predicted, of one block and micro-batch.
+        moved_bytes: Of one block, one way.
+    """
+
+    ratios: Mapping[int, float]
+    lending: Mapping[Half, Lending]
+    time_ns: float
+    moved_bytes: int
+
+    def moves(self) -> tuple[Migrate, ...]:
+        """Ascending: by half, by rank that lends, by rank that borrows."""
+        return tuple(
+            action
+            for half, lending in self.lending.items()
+            for src, parts in enumerate(lending.parts())
+            for action in moves(half, src, parts)
+        )
+
+
+class Search:
+    """For speeds that are known now."""
+
+    def __init__(
+        self,
+        work: BlockWork,
+        speeds: Speeds,
+        room: Mapping[Half, Sequence[int]],
+        movement: Mapping[Half, MovementCost],
+    ) -> None:
+        self._work = work
+        self._speeds = speeds
+        self._room = room
+        self._movement = movement
+
+    def best(self, candidates: Sequence[Mapping[int, float]]) -> Found:
+        """Of all pairs of pruning and moving.
+
+        Args:
+            candidates: Ratios by rank of which one is chosen; the first is taken to prune nothing.
+        """
+        coarse = [self._grid(ratios, COARSE) for ratios in candidates]
+        quick = sorted(range(len(candidates)), key=lambda i: (min(found.time_ns for found in coarse[i]), i))
+        found = [each for grid in coarse for each in grid]
+        for i in quick[:REFINED]:
+            found += self._grid(candidates[i], (*COARSE, *FINE))
+        shortest = min(each.time_ns for each in found)
+        return min(
+            (each for each in found if each.time_ns <= AS_GOOD * shortest),
+            key=lambda each: (sum(each.ratios.values()), each.moved_bytes, each.time_ns),
+        )
+
+    def _grid(self, ratios: Mapping[int, float], shares: Sequence[float]) -> list[Found]:
+        halves = [self._of_half(half, ratios, shares) for half in Half]
+        return [
+            Found(
+                ratios,
+                {Half.attention: attention, Half.ffn: ffn},
+                block_ns(attention_times, ffn_times, ahead=self._work.ahead),
+                attention_bytes + ffn_bytes,
+            )
+            for (attention, attention_times, attention_bytes), (ffn, ffn_times, ffn_bytes) in (
+                itertools.product(*halves)
+            )
+        ]
+
+    def _of_half(
+        self, half: Half, ratios: Mapping[int, float], shares: Sequence[float]
+    ) -> list[tuple[Lending, HalfTimes, int]]:
+        work, cost = self._work, self._movement.get(half, MovementCost())
+        unit_ns = [
+            time_ns * (1 - ratios.get(rank, 0.0)) for rank, time_ns in enumerate(self._speeds.unit_ns[half])
+        ]
+        # a rank that computed nothing at all would never be seen to recover
+        at_least = int(half is Half.ffn)
+        lendings = lend(unit_ns, work.units[half], self._room[half], shares, at_least=at_least)
+        return [
+            (
+                lending,
+                half_times(work, half, unit_ns, lending, cost),
+                sum(lending.lent) * work.unit_bytes(half),
+            )
+            for lending in dict.fromkeys(lendings)
+        ]

@@ -1,0 +1,270 @@
+"""How fast the ranks of a group are, from times that noise makes uncertain, and which of them are stragglers.
+
+Logarithms are compared, for a rank is slow by a factor. What slows all ranks alike (the median of all) is taken off,
+for no ratio changes by it; then each rank is averaged from its own last change on.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .assignment import Assignment, kept_columns
+from .policy import GroupMeasured, Half
+from .work import BlockWork, Product
+
+HALVES = tuple(Half)
+WINDOW = 16  # measurements that are averaged
+PRIOR_NOISE = 0.1  # of one measurement, before there is any to tell
+PRIOR_WEIGHT = 4.0  # in measurements of one rank
+FORGET = 0.9  # a period's share in the estimate of noise, once the next is there
+LEAST_NOISE = 0.02
+# Means of so many last measurements are compared with those before; so many standard deviations are a change. One alone
+# must be far beyond noise; the second that shows a change is enough for all others. What noise alone makes of the
+# latter costs no more than a shorter average.
+CHANGES = ((1, 5.5), (2, 3.0), (4, 3.0))
+# Beyond the slack, for a rank to be taken for a straggler: after one measurement, which has just made a stir, and after
+# several.
+ENTER_DEVIATIONS = (3.0, 2.5)
+LOWEST_DEVIATIONS = 4.0  # the same against one rank alone, which is the lowest of several noisy numbers
+LEAVE_DEVIATIONS = 1.0  # beyond half of the slack, for a straggler to stay one
+SETTLED_DEVIATIONS = 1.5  # beyond which a second measurement after a change replaces the first
+CLIP = 2.0  # deviations beyond it count as it in the estimate of noise, so that a change is no noise
+CLIPPED_VARIANCE = 0.92  # of a normal variable of variance 1, cut off there
+
+Logs = NDArray[np.float64]  # [halves, ranks], logarithm of ns per unit
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What is known after a measurement.
+
+    Args:
+        unit_ns: [ranks] for each half: what a unit of all blocks takes in one step, nothing pruned. Ranks that are no
+            stragglers have the same.
+        stragglers: Ascending.
+        error: Standard error of the ratio of a straggler's time to that of the others; the largest.
+        fresh: Whether of some rank nothing but the last measurement is known: its speed has just changed.
+    """
+
+    unit_ns: Mapping[Half, tuple[float, ...]]
+    stragglers: tuple[int, ...]
+    error: float
+    fresh: bool
+
+    def even_ns(self, work: BlockWork) -> tuple[float, ...]:
+        """[ranks], of one step, with what an even split without pruning gives each."""
+        return tuple(
+            sum(work.units[half] * self.unit_ns[half][rank] for half in HALVES) for rank in range(work.ranks)
+        )
+
+
+class SpeedTracker:
+    """Averages a rank's measurements as long as its speed does not change, and begins anew when it does.
+
+    A rank is a straggler if it takes longer than those that are as fast as the fastest, by more than the slack. The
+    median will not do as a reference: with half of the ranks slow, or one of two, it is itself a slow rank's. The
+    fastest alone is the lowest of several noisy numbers; so the mean of all that cannot be told from it stands for it.
+    """
+
+    def __init__(self, work: BlockWork, slack: float) -> None:
+        self._work = work
+        flop = [work.units[half] * work.unit_flop[half] for half in HALVES]
+        self._weights = np.array(flop) / sum(flop)  # [halves]
+        self._slack = math.log1p(slack)
+        self._rows: list[Logs] = []  # what befell all ranks taken off; NaN where a rank has changed since
+        self._common = 0.0  # what was taken off the last
+        self._unsettled: frozenset[int] = (
+            frozenset()
+        )  # whose last measurement may hold steps from before a change
+        self._stragglers: frozenset[int] = frozenset()
+        self._squares, self._weight = PRIOR_WEIGHT * PRIOR_NOISE**2, PRIOR_WEIGHT
+
+    def observe(self, event: GroupMeasured, assignment: Assignment) -> Speeds:
+        """Takes a measurement in.
+
+        Args:
+            assignment: That was in force when it was made.
+
+        Raises:
+            ValueError: If it is not of as many ranks as the group has.
+        """
+        self._take(self._logs(event, assignment))
+        ranks = range(self._work.ranks)
+        mean, counts = _mean(self._rows), _counts(self._rows)
+        errors = [self._noise / math.sqrt(count) for count in counts]
+        group = self._fast(self._pooled(mean), errors, counts)
+        self._stragglers = frozenset(ranks) - frozenset(group)
+        times = np.exp(mean + self._common)
+        common = np.exp(mean[:, group].mean(axis=1) + self._common)
+        unit_ns = {
+            half: tuple(float(times[i, rank] if rank in self._stragglers else common[i]) for rank in ranks)
+            for i, half in enumerate(HALVES)
+        }
+        of_group = math.sqrt(sum(errors[rank] ** 2 for rank in group)) / len(group)
+        error = max((math.hypot(errors[rank], of_group) for rank in self._stragglers), default=of_group)
+        return Speeds(unit_ns, tuple(sorted(self._stragglers)), error, fresh=min(counts) == 1)
+
+    # ---- what is measured
+
+    def _logs(self, event: GroupMeasured, assignment: Assignment) -> Logs:
+        ranks = self._work.ranks
+        logs = np.full((len(HALVES), ranks), np.nan)
+        for i, half in enumerate(HALVES):
+            times = event.time_ns(half)
+            if len(times) != ranks:
+                raise ValueError(
+                    f"{half.value}_ns of step {event.step} has {len(times)} times: must have {ranks}, one for each rank"
+                )
+            for rank, time_ns in enumerate(times):
+                work = assignment.computed(half, rank) * kept_share(assignment, half, rank)
+                if work > 0:
+                    logs[i, rank] = math.log(max(1, time_ns) / work)
+        return self._filled(logs)
+
+    def _filled(self, logs: Logs) -> Logs:
+        """Without gaps: a rank that computed nothing of a half is as slow there as in the other."""
+        gaps = np.isnan(logs)
+        if not gaps.any():
+            return logs
+        whole = ~gaps.any(axis=0)
+        between = float(np.mean(logs[1, whole] - logs[0, whole])) if whole.any() else 0.0
+        filled = np.where(gaps, np.array([logs[1] - between, logs[0] + between]), logs)
+        if np.isnan(filled).any():  # a rank that computed nothing at all is as slow as it was
+            before = _mean(self._rows) + self._common if self._rows else np.nanmean(filled, axis=1)[:, None]
+            filled = np.where(np.isnan(filled), before, filled)
+        return filled
+
+    # ---- what is averaged
+
+    @property
+    def _noise(self) -> float:
+        """Standard deviation of the logarithm of one measurement of one rank."""
+        return max(LEAST_NOISE, math.sqrt(self._squares / self._weight))
+
+    def _pooled(self, logs: Logs) -> list[float]:
+        """[ranks], over both halves by their work: a rank is slow in both."""
+        pooled: list[float] = (self._weights @ logs).tolist()
+        return pooled
+
+    def _take(self, logs: Logs) -> None:
+        everyone = frozenset(range(self._work.ranks))
+        if not self._rows:
+            self._rows, self._unsettled = [logs], everyone
+            return
+        mean = _mean(self._rows)
+        self._common = median(self._pooled(logs - mean))
+        row = logs - self._common
+        unlike = self._pooled(row - mean)
+        rows = [*self._rows, row]
+        changed = self._changed(rows)
+        noise = self._noise * self._relative
+        self._learn_noise(unlike, _counts(self._rows))
+        for rank in self._unsettled - changed.keys():
+            if abs(unlike[rank]) > SETTLED_DEVIATIONS * math.sqrt(2) * noise:
+                changed[rank] = 1
+        unsettled = {rank for rank, last in changed.items() if last == 1 and rank not in self._unsettled}
+        self._rows = _without(rows, changed)[-WINDOW:]
+        self._unsettled = frozenset(unsettled)
+
+    @property
+    def _relative(self) -> float:
+        """Noise of a rank against the common, by that of a rank alone."""
+        return math.sqrt(1 - 1 / self._work.ranks) if self._work.ranks > 1 else 1.0
+
+    def _changed(self, rows: Sequence[Logs]) -> dict[int, int]:
+        """Ranks whose speeds have changed, and how many last measurements show it."""
+        changed: dict[int, int] = {}
+        for last, deviations in CHANGES:
+            if len(rows) <= last:
+                break
+            before = _counts(rows[:-last])
+            after = _counts(rows[-last:])
+            step = self._pooled(_mean(rows[-last:]) - _mean(rows[:-last]))
+            for rank, by in enumerate(step):
+                if rank in changed or not before[rank] or after[rank] < last:
+                    continue
+                noise = deviations * self._noise * math.sqrt(1 / last + 1 / before[rank])
+                if abs(by) > max(noise, self._slack / 2) * self._relative:
+                    changed[rank] = last
+        return changed
+
+    def _learn_noise(self, unlike: Sequence[float], counts: Sequence[int]) -> None:
+        limit = CLIP * self._noise
+        squares = 0.0
+        for by, count in zip(unlike, counts, strict=True):
+            alone = abs(by) / (self._relative * math.sqrt(1 + 1 / count))  # one measurement's share in it
+            squares += min(alone, limit) ** 2
+        self._squares = FORGET * self._squares + squares / CLIPPED_VARIANCE
+        self._weight = FORGET * self._weight + len(counts)
+
+    # ---- who is slow
+
+    def _fast(self, pooled: Sequence[float], errors: Sequence[float], counts: Sequence[int]) -> list[int]:
+        """Ranks that are as fast as the fastest, ascending."""
+        order = sorted(range(len(pooled)), key=lambda rank: (pooled[rank], rank))
+        group = order[:1]
+        for rank in order[1:]:
+            mean = sum(pooled[member] for member in group) / len(group)
+            of_group = math.sqrt(sum(errors[member] ** 2 for member in group)) / len(group)
+            error = math.hypot(errors[rank], of_group)
+            if rank in self._stragglers:
+                bound = self._slack / 2 + LEAVE_DEVIATIONS * error
+            else:
+                deviations = ENTER_DEVIATIONS[counts[rank] > 1]
+                if len(group) == 1 and len(order) > 2:
+                    deviations = LOWEST_DEVIATIONS
+                bound = self._slack + deviations * error
+            if pooled[rank] - mean <= bound:
+                group.append(rank)
+        return sorted(group)
+
+
+def _counts(rows: Sequence[Logs]) -> list[int]:
+    """[ranks], measurements that are averaged."""
+    counts: list[int] = (~np.isnan(np.array(rows)[:, 0])).sum(axis=0).tolist()
+    return counts
+
+
+def _mean(rows: Sequence[Logs]) -> Logs:
+    """[halves, ranks]; NaN of a rank without any."""
+    stacked = np.array(rows)
+    known = ~np.isnan(stacked)
+    counts = known.sum(axis=0)
+    sums = np.where(known, stacked, 0.0).sum(axis=0)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+
+
+def _without(rows: Sequence[Logs], changed: Mapping[int, int]) -> list[Logs]:
+    """Of ranks that have changed only so many last rows are left."""
+    left = [row.copy() for row in rows] if changed else list(rows)
+    for rank, last in changed.items():
+        for row in left[:-last]:
+            row[:, rank] = np.nan
+    return left
+
+
+def kept_share(assignment: Assignment, half: Half, rank: int) -> float:
+    """Of the work of the units that a rank computes of a half, what is left when columns are pruned; mean of blocks."""
+    if not assignment.prunes(rank):
+        return 1.0
+    work = assignment.work
+    units = assignment.computed(half, rank)
+    first = work.first_share(half)
+    # (columns of all, share of the half's work) of its two products
+    sizes = {
+        product: (work.columns(product, units), first if product.is_first else 1 - first)
+        for product in Product
+        if product.half is half
+    }
+    total = 0.0
+    each = assignment.names_products(rank)
+    for name, product in work.products(work.blocks if each else 1):
+        if product in sizes:
+            columns, share = sizes[product]
+            kept = kept_columns(columns, assignment.ratio(rank, name))
+            total += share * (kept / columns if columns else 1.0)
+    return total / (work.blocks if each else 1)

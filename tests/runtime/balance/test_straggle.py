@@ -1,0 +1,146 @@
+"""Ranks that are made slow are slower by about the factor, while it holds, and by what they still compute."""
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from twinbed.conf.conditions import Slowdown
+from twinbed.conf.schema import SlowdownBy
+from twinbed.runtime.balance.quota import Quota
+from twinbed.runtime.balance.straggle import Straggler
+
+Launch = Callable[..., list[Any]]
+# Other processes of the machine run meanwhile: bounds are wide, and of the middle
+WIDE = 0.6
+
+
+def middle(found: Sequence[Sequence[float]], steps: Iterable[int]) -> float:
+    return statistics.median(found[step][half] for step in steps for half in (0, 1))
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(400)
+def test_slow_ranks_take_about_the_factor(launch: Launch) -> None:
+    found = launch("ranks_straggle", "straggling,units", 2, timeout_s=300.0)
+    told = found[0]["straggling"]
+    for how in ("sleep", "device", "repeat", "repeat, slept"):
+        slow, else_ = (middle(told[how], steps) for steps in (range(2, 6), (1, 6, 7)))
+        assert slow == pytest.approx(3, rel=WIDE), (how, told[how])
+        assert slow > 1.4 * else_, (how, told[how])
+    assert middle(told["2.5 times"], range(1, 8)) == pytest.approx(2.5, rel=WIDE)
+
+    pruned = told["pruned"]
+    assert middle(pruned, range(2)) == pytest.approx(3, rel=0.3)
+    assert middle(pruned, range(2, 4)) == pytest.approx(1.5, rel=0.3)
+    assert middle(pruned, range(4, 6)) == pytest.approx(3, rel=0.3)  # it computes everything again
+    assert middle(pruned, range(6, 8)) == pytest.approx(3 * 0.5 / 1.5, rel=0.3)
+
+    for how, limit in (("slept", 0.3), ("measured", WIDE)):
+        fast, slow = (found[rank]["units"][how] for rank in (0, 1))
+        assert statistics.median(slow[3:]) / statistics.median(slow[1:3]) == pytest.approx(4, rel=limit), how
+        assert statistics.median(fast[3:]) / statistics.median(fast[1:3]) == pytest.approx(1, rel=WIDE), how
+
+
+def test_seconds_count_from_the_first_step_and_factors_multiply() -> None:
+    now = [5_000_000_000]
+    straggler = Straggler(
+        [
+            Slowdown(0, 2.0, from_ns=1_000_000_000, until_ns=3_000_000_000),
+            Slowdown(0, 3.0, from_step=7, until_step=8),
+        ],
+        SlowdownBy.sleep,
+        now_ns=lambda: now[0],
+    )
+    assert straggler.factor == 1
+    straggler.step_begins(4)
+    assert straggler.stretch == 1
+    now[0] += 1_000_000_000
+    assert straggler.stretch == 2
+    straggler.step_begins(7)
+    assert straggler.stretch == 6
+    assert straggler.repeats == 0
+    now[0] += 2_000_000_000
+    assert straggler.stretch == 3
+    straggler.step_begins(8)
+    assert straggler.stretch == 1
+
+
+def test_repeats_are_what_comes_on_top() -> None:
+    straggler = Straggler([Slowdown(0, 2.5)], SlowdownBy.repeat)
+    straggler.step_begins(0)
+    assert (straggler.repeats, straggler.stretch) == (1.5, 1.0)
+
+
+def _work_s(turns: int) -> float:
+    """A time of this processor's work."""
+    began = time.monotonic()
+    for _ in range(turns):
+        sum(range(20_000))
+    return time.monotonic() - began
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(60)
+def test_a_quota_stops_a_process_in_turns() -> None:
+    quota = Quota()
+    turns = round(400 / (_work_s(400) / 0.4))  # of about 0.4 s
+    alone = min(_work_s(turns) for _ in range(3))
+    quota.set(0.25)
+    watcher = quota._watcher
+    assert watcher is not None
+    time.sleep(0.5)
+    slow = min(_work_s(turns) for _ in range(2))
+    quota.set(1.0)
+    time.sleep(0.3)
+    again = min(_work_s(turns) for _ in range(3))
+    assert slow / alone == pytest.approx(4, rel=WIDE)
+    assert slow / again == pytest.approx(4, rel=WIDE)
+    quota.close()
+    assert watcher.poll() == 0
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("end", ["kill", "leave"])
+def test_a_watcher_ends_with_its_process(end: str) -> None:
+    script = (
+        "import os, sys, time\n"
+        "from twinbed.runtime.balance.quota import Quota\n"
+        "quota = Quota()\n"
+        "quota.set(0.1)\n"
+        "print(quota._watcher.pid, flush=True)\n"
+        "time.sleep(0.3)\n"
+        f"{'time.sleep(60)' if end == 'kill' else 'os._exit(7)'}\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    watcher = int(process.stdout.readline())
+    if end == "kill":
+        time.sleep(0.5)
+        process.kill()
+    assert process.wait(10) == (-9 if end == "kill" else 7)
+    process.stdout.read()  # until the watcher too has let go of it
+    process.stdout.close()
+    deadline = time.monotonic() + 5
+    while _runs(watcher):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5, -1.0])
+def test_a_share_is_between_nothing_and_all(share: float) -> None:
+    with pytest.raises(ValueError, match="share"):
+        Quota().set(share)
