@@ -65,3 +65,9 @@ def cut_segments(segments: Sequence[int], start: int, end: int) -> tuple[int, ..
         inside.append(max(0, min(at + numel, end) - max(at, start)))
         at += numel
     return tuple(inside)
+
+
+def even_split(total: int, parts: int) -> tuple[int, ...]:
+    """Shares as equal as whole numbers can be; the first ones have one more."""
+    each, more = divmod(total, parts)
+    return tuple(each + (part < more) for part in range(parts))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..analysis.record import Span, write_text
 from ..conf.compose import load_experiment, model_spec
 from ..conf.schema import ExperimentConf
-from ..policies.balance import even_split
+from ..policies.partition import even_split
 from .case import Case
 from .intervals import length_ns, union
 from .laps import PIPELINE_LAP, Lap

@@ -25,7 +25,7 @@ from .policy import (
     is_balance_event,
     parse_balance_event,
 )
-from .shares import ReplicasMeasured, ShareBlocks, ShareSequences, StagesMeasured, even_split, replica_ns
+from .shares import ReplicasMeasured, ShareBlocks, ShareSequences, StagesMeasured, replica_ns
 from .work import BlockWork, Product, block_work, column_work
 
 __all__ = [
@@ -54,7 +54,6 @@ __all__ = [
     "column_work",
     "describe_balance_actions",
     "describe_balance_event",
-    "even_split",
     "is_balance_event",
     "kept_columns",
     "lend_plans",

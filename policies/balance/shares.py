@@ -106,9 +106,3 @@ def best_split(
         if counts[i] < limits[i]:
             heapq.heappush(waiting, ((counts[i] + 1) * each_ns[i] + beside[i], i))
     return tuple(counts)
-
-
-def even_split(total: int, takers: int) -> tuple[int, ...]:
-    """As equal as whole numbers can be; the first ones have one more."""
-    each, more = divmod(total, takers)
-    return tuple(each + (i < more) for i in range(takers))

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field, replace
 
 from ...conf.model_spec import ModelSpec
 from ...conf.schema import ParallelConf
-from ..balance.shares import even_split
 from ..mesh import DATA, PIPELINE, SEQUENCE, Dims, divisors
+from ..partition import even_split
 from ..plan import Plan, Reduce, ReduceOp, SendRecv
 from .border import Border, Cut
 from .common import common_plan

@@ -98,7 +98,9 @@ def test_ledgers_of_uneven_stages_are_equal(tmp_path: Path, same_ledger: Callabl
     differences = []
     for name, real in reals.items():
         (split,) = [d.action for d in real.decisions if d.event.startswith("StagesMeasured")]
-        assert split == ("share blocks 2/1/1" if name == "three" else "share blocks 3/1"), name
+        # of three stages the first two are as fast, and the extra block is either's
+        legal = ("2/1/1", "1/2/1") if name == "three" else ("3/1",)
+        assert split.removeprefix("share blocks ") in legal, name
         try:
             same_ledger((four | three)[name], real)
         except (AssertionError, ValueError) as err:

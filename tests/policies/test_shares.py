@@ -15,12 +15,12 @@ from twinbed.policies.balance import (
     StagesMeasured,
     describe_balance_actions,
     describe_balance_event,
-    even_split,
     parse_balance_event,
 )
 from twinbed.policies.balance.batch import BalanceBatch
 from twinbed.policies.balance.layers import BalanceLayers
-from twinbed.policies.balance.shares import best_split, taken_for_equal
+from twinbed.policies.balance.shares import best_split, replica_ns, taken_for_equal
+from twinbed.policies.partition import even_split
 
 ENOUGH = 100  # room
 times = st.integers(1, 10**6)
@@ -91,6 +91,11 @@ def test_an_even_split_differs_by_one(total, takers):
 def test_those_within_the_slack_are_equal():
     assert taken_for_equal([100, 105, 110, 200], 0.15) == [105, 105, 105, 200]
     assert taken_for_equal([100, 105], 0.0) == [100, 105]
+
+
+def test_a_pipeline_fills_and_drains():
+    assert replica_ns([500], 4) == 500
+    assert replica_ns([400, 800, 400], 4) == 800 + 200  # four micro-batches of 200, and one of 100 twice
 
 
 # ---- batch

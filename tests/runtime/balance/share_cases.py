@@ -7,7 +7,7 @@ import torch
 from twinbed.conf.compose import load_experiment
 from twinbed.policies.balance import ShareSequences
 from twinbed.runtime.outcome import write_outcome
-from twinbed.runtime.trainer import Trainer, run_training
+from twinbed.runtime.trainer import Trainer
 
 
 class Told:
@@ -49,16 +49,3 @@ def train(case, context):
     if found:
         torch.save(found, context.case_folder(case) / f"gradients.{context.rank}.pt")
     write_outcome(case, context, trainer.experiment, trainer.spec, report)
-
-
-def train_as_before(case, context):
-    """Train, and write checkpoints of the version before parameters had names in them."""
-    from twinbed.runtime import checkpoint
-
-    version, states = checkpoint._VERSION, checkpoint._optimizer_state
-    checkpoint._VERSION = 3
-    checkpoint._optimizer_state = lambda optimizer, names: states(optimizer, checkpoint._numbered(names))
-    try:
-        run_training(case, context)
-    finally:
-        checkpoint._VERSION, checkpoint._optimizer_state = version, states

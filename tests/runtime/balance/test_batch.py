@@ -144,3 +144,51 @@ def test_an_even_weight_is_noticed(folders):
     """What makes the comparison mean something: the replicas' own means differ from the mean of all."""
     wanted, other = gradients(folders[1], "gpt"), gradients(folders[2], "gpt zeropp even")
     assert distance(other[0], wanted[0]) > 1e-5
+
+
+def test_a_replica_at_half_speed_takes_half(tmp_path):
+    """Ranks are slept out to their rates. Without memory to take more nobody does."""
+    keys = (*SMALL, *MODELS["gpt"], "batch.micro=6", "comm=zero3", "steps=8")
+    balanced = ("balance=batch", "balance.period=2")
+    slow = {"rates": [2e7, 1e7]}
+    found = launch(
+        tmp_path,
+        2,
+        [
+            ("even", keys, slow),
+            ("uneven", (*keys, *balanced), slow),
+            ("full", (*keys, *balanced, "cluster.device.memory_bytes=1e3"), slow),
+        ],
+    )
+    even, uneven, full = (read_record(found / name) for name in ("even", "uneven", "full"))
+    answers = [d for d in uneven.decisions if d.event.startswith("ReplicasMeasured")]
+    assert answers[0].action == "share sequences 8/4"
+    assert [d.action for d in answers[1:]] == ["keep"] * 3
+    # 12 units a micro-batch against 8
+    took_s = [record.result["iterations_s"][4:] for record in (even, uneven)]
+    assert sum(took_s[1]) < 0.85 * sum(took_s[0])
+    measured = [d for d in full.decisions if d.event.startswith("ReplicasMeasured")]
+    assert all(d.event.endswith("room=0/0)") and d.action == "keep" for d in measured)
+
+
+def test_an_answer_that_loses_sequences_is_refused(tmp_path):
+    composed = compose(
+        [
+            *SMALL,
+            *MODELS["gpt"],
+            *("batch.micro=3", "comm=ddp", "steps=2", "cluster.devices_per_node=2"),
+            *("balance=batch", "balance.period=1"),
+        ]
+    )
+    case = Case(
+        name="lossy",
+        folder="lossy",
+        experiment=composed.resolved,
+        kind=KIND,
+        options={"shares": {"1": (2, 3)}},
+    )
+    outcome = launch_local(
+        tmp_path, cluster=composed.experiment.cluster, cases=[case], timeout_s=100, show_progress=False
+    )
+    assert outcome.status != "ok"
+    assert "must be 2 numbers >= 1 of the sum 6" in outcome.error
