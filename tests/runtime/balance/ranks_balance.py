@@ -100,6 +100,13 @@ MOVES: Mapping[str, tuple[tuple[str, ...], Mapping[int, tuple[Any, ...]], int]] 
     "qwen2": ((*LLAMA, *TENSOR, "model.family=qwen2"), {1: ONE}, 4),
     "vit": ((*VIT, *TENSOR), {1: ONE, 12: ALL}, 20),
     "data, zero3": ((*GPT, "parallel.tensor=2", "comm=zero3"), {1: PAIR}, 20),
+    "data, zero3, overlapped": (
+        (*GPT, "parallel.tensor=2", "comm=zero3", "comm.overlap=true", "batch.accumulation=1"),
+        {1: PAIR},
+        4,
+    ),
+    "bf16": ((*GPT, "precision=bf16", *TENSOR), {1: ONE}, 4),
+    "bf16, one replica of zero3": ((*GPT, "precision=bf16", "parallel.tensor=4", "comm=zero3"), {1: ONE}, 4),
     "data, zero1": ((*GPT, "parallel.tensor=2", "comm=zero1"), {1: PAIR}, 4),
     "data, ddp": ((*LLAMA, "parallel.tensor=2", "comm=ddp"), {1: PAIR}, 4),
     "data, ps": ((*GPT, "parallel.tensor=2", "comm=ps"), {1: PAIR}, 4),
