@@ -266,6 +266,8 @@ def moved(folder: Path) -> dict[str, Any]:
         if (keys, steps) not in plain:
             plain[keys, steps] = train(keys, folder, steps=steps)
         want, got = plain[keys, steps], train(keys, folder, answers, steps=steps)
+        # a communication thread's rows lie between the others as time wills
+        ordered = partial(sorted, key=repr) if "comm.overlap=true" in keys else list
         found[name] = {
             "case": ((*SMALL, *keys), answers, steps),
             "gradients": max(
@@ -274,7 +276,7 @@ def moved(folder: Path) -> dict[str, Any]:
             "parameters": error(got.parameters, want.parameters),
             "losses": max(abs(one / other - 1) for one, other in zip(got.losses, want.losses, strict=True)),
             "validation": abs(got.validation / want.validation - 1),
-            "same_rows": plain_rows(got.rows) == plain_rows(want.rows),
+            "same_rows": ordered(plain_rows(got.rows)) == ordered(plain_rows(want.rows)),
             "rows": [row for row in got.rows if row.stream in ("lend", "return", "balance")],
             "decisions": [
                 (d.iteration, d.event, d.action) for d in got.decisions if "GroupMeasured" in d.event
