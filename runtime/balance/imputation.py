@@ -14,6 +14,7 @@ product, whose dx is filled in once.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -47,19 +48,19 @@ class Filler:
     def fill(self, gradient: Tensor, kept: Sequence[int] | None) -> Tensor:
         """The gradient [..., columns] with all columns."""
         columns = gradient.shape[-1]
-        here = None if kept is None else torch.tensor(kept, device=gradient.device)
+        computed = None if kept is None else _mask(tuple(kept), columns, gradient.device)
         if self._how is Imputation.average:
-            assert here is not None
-            mean = gradient.index_select(-1, here).mean(-1, keepdim=True)
-            return torch.where(_mask(here, columns), gradient, mean)
+            assert computed is not None
+            assert kept is not None
+            mean = (gradient * computed).sum(-1, keepdim=True) / len(kept)
+            return torch.where(computed, gradient, mean)
         rows = gradient.flatten(0, -2)
         now = rows.mean(0, keepdim=True) if self._of_input else rows
         if self._last is None or self._last.shape != now.shape:
             self._last = torch.zeros_like(now)
-        if here is None:
+        if computed is None:
             self._last.copy_(now)
             return gradient
-        computed = _mask(here, columns)
         self._last = torch.where(computed, now, self._last)
         return torch.where(computed, gradient, self._last if self._of_input else self._last.view_as(gradient))
 
@@ -75,8 +76,9 @@ class _Fills(torch.autograd.Function):
         return ctx.filler.fill(gradient, ctx.kept), None, None
 
 
-def _mask(kept: Tensor, columns: int) -> Tensor:
+@lru_cache(maxsize=1024)
+def _mask(kept: tuple[int, ...], columns: int, device: torch.device) -> Tensor:
     """[columns], whether each is kept."""
-    mask = torch.zeros(columns, dtype=torch.bool, device=kept.device)
-    mask[kept] = True
-    return mask
+    mask = torch.zeros(columns, dtype=torch.bool)
+    mask[list(kept)] = True
+    return mask.to(device)

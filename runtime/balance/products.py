@@ -93,11 +93,7 @@ class BalancedProduct:
     @property
     def left_out(self) -> tuple[int, ...]:
         """Columns of the present step that this rank does not compute."""
-        kept = self.kept
-        if kept is None:
-            return ()
-        _, columns = self._assignment().kept_columns(self._place, self.product, self.name)
-        return tuple(sorted(set(range(columns)) - set(kept)))
+        return () if self.kept is None else self.columns.left_out
 
     @property
     def own_columns(self) -> int:

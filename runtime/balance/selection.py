@@ -35,7 +35,10 @@ class Columns:
         self._trained = torch.zeros(total, dtype=torch.bool)  # since the last refresh
         self._before: list[Tensor] = []
         self._kept: tuple[int, ...] | None = None
+        self._left_out: tuple[int, ...] = ()
         self._chosen_for = (0, 0)  # (columns, kept) of `_kept`
+        self._masked: Sequence[int] | None = None  # what `_mask` says was left out
+        self._mask = self._trained
         self.change = 0.0  # mean of a column at the last refresh, relative to its mean |W|
 
     @property
@@ -75,9 +78,12 @@ class Columns:
 
     def trained(self, left_out: Sequence[int]) -> None:
         """A step is over, in which these columns were left out."""
-        mask = torch.ones(self._total, dtype=torch.bool)
-        mask[[column for column in left_out if column < self._total]] = False
-        self._trained |= mask
+        if not self.is_observed:
+            return
+        if left_out is not self._masked:
+            self._masked, self._mask = left_out, torch.ones(self._total, dtype=torch.bool)
+            self._mask[[column for column in left_out if column < self._total]] = False
+        self._trained |= self._mask
 
     def choose(self, columns: int, kept: int) -> tuple[int, ...]:
         """The columns that are computed, ascending.
@@ -87,7 +93,13 @@ class Columns:
         """
         if self._kept is None or self._chosen_for != (columns, kept):
             self._kept, self._chosen_for = self._choose(columns, kept), (columns, kept)
+            self._left_out = tuple(sorted(set(range(columns)) - set(self._kept)))
         return self._kept
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """The others of the last choice, ascending."""
+        return self._left_out
 
     def _choose(self, columns: int, kept: int) -> tuple[int, ...]:
         if kept >= columns:

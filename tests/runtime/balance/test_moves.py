@@ -24,7 +24,8 @@ def test_lent_units_change_nothing_but_who_computes(launch: Launch) -> None:
         for name, case in found["moved"].items():
             (keys, answers, steps), where = case["case"], f"{name}, rank {rank}"
             errors = {key: case[key] for key in ("gradients", "parameters", "losses", "validation")}
-            assert all(value <= LIMIT for value in errors.values()), (where, errors)
+            limit = LIMIT if "bf16" not in name else 1e-2
+            assert all(value <= limit for value in errors.values()), (where, errors)
             # what all else communicates, in validations too, has the sizes and the order that it had
             assert case["same_rows"], where
             work = work_of(keys)

@@ -1,6 +1,5 @@
 """Ranks that are made slow are slower by about the factor, while it holds, and by what they still compute."""
 
-import statistics
 import subprocess
 import sys
 import time
@@ -15,35 +14,39 @@ from twinbed.runtime.balance.quota import Quota
 from twinbed.runtime.balance.straggle import Straggler
 
 Launch = Callable[..., list[Any]]
-# Other processes of the machine run meanwhile: bounds are wide, and of the middle
-WIDE = 0.6
+WIDE = 0.5
 
 
-def middle(found: Sequence[Sequence[float]], steps: Iterable[int]) -> float:
-    return statistics.median(found[step][half] for step in steps for half in (0, 1))
+def least(found: Sequence[Sequence[float]], steps: Iterable[int]) -> float:
+    """Of both halves; the least of some steps, for other processes of the machine run meanwhile."""
+    return sum(min(found[step][half] for step in steps) for half in (0, 1))
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(400)
 def test_slow_ranks_take_about_the_factor(launch: Launch) -> None:
     found = launch("ranks_straggle", "straggling,units", 2, timeout_s=300.0)
-    told = found[0]["straggling"]
+    told = found[1]["straggling"]
     for how in ("sleep", "device", "repeat", "repeat, slept"):
-        slow, else_ = (middle(told[how], steps) for steps in (range(2, 6), (1, 6, 7)))
-        assert slow == pytest.approx(3, rel=WIDE), (how, told[how])
-        assert slow > 1.4 * else_, (how, told[how])
-    assert middle(told["2.5 times"], range(1, 8)) == pytest.approx(2.5, rel=WIDE)
+        slow, else_ = least(told[how], range(4, 10)), least(told[how], (1, 2, 3, *range(10, 16)))
+        assert slow / else_ == pytest.approx(3, rel=WIDE), (how, told[how])
+    half = told["2.5 times"]
+    assert least(half, range(8, 16)) / least(half, range(1, 8)) == pytest.approx(2.5, rel=WIDE), half
 
     pruned = told["pruned"]
-    assert middle(pruned, range(2)) == pytest.approx(3, rel=0.3)
-    assert middle(pruned, range(2, 4)) == pytest.approx(1.5, rel=0.3)
-    assert middle(pruned, range(4, 6)) == pytest.approx(3, rel=0.3)  # it computes everything again
-    assert middle(pruned, range(6, 8)) == pytest.approx(3 * 0.5 / 1.5, rel=0.3)
+    alone = least(pruned, range(1, 4))
+    for steps, factor in (
+        (range(4, 7), 3),
+        (range(7, 10), 3 * 0.5),
+        (range(10, 13), 3),  # it computes everything again
+        (range(13, 16), 3 * 0.5),
+    ):
+        assert least(pruned, steps) / alone == pytest.approx(factor, rel=0.4), (steps, pruned)
 
-    for how, limit in (("slept", 0.3), ("measured", WIDE)):
+    for how in ("slept", "measured"):
         fast, slow = (found[rank]["units"][how] for rank in (0, 1))
-        assert statistics.median(slow[3:]) / statistics.median(slow[1:3]) == pytest.approx(4, rel=limit), how
-        assert statistics.median(fast[3:]) / statistics.median(fast[1:3]) == pytest.approx(1, rel=WIDE), how
+        assert min(slow[8:]) / min(slow[1:8]) == pytest.approx(4, rel=WIDE), (how, slow)
+        assert min(fast[8:]) / min(fast[1:8]) < 2, (how, fast)
 
 
 def test_seconds_count_from_the_first_step_and_factors_multiply() -> None:
