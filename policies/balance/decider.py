@@ -37,6 +37,8 @@ class Decider(ABC):
         self._movement: dict[Half, MovementCost] = {}
         self._changes: ChangesMeasured | None = None
         self._in_force = Assignment(work)
+        # a step after which ratios were renewed, and what was in force until then
+        self._before_changes: tuple[int, Assignment] = (-1, self._in_force)
         self._ratios: dict[int, float] = {}  # in force, mean over a rank's products
         self._answered: frozenset[int] = frozenset()  # stragglers when that was decided
         self._speedup = 1.0
@@ -68,7 +70,8 @@ class Decider(ABC):
         return self._measured(event)
 
     def _measured(self, event: GroupMeasured) -> tuple[BalanceAction, ...] | None:
-        speeds = self._tracker.observe(event, self._in_force)
+        renewed_at, measured = self._before_changes
+        speeds = self._tracker.observe(event, measured if renewed_at == event.step else self._in_force)
         wanted, ratios = Assignment(self._work), dict[int, float]()
         if speeds.stragglers:
             borrowed = {half: lending_of(self._in_force, half).borrowed for half in Half}
@@ -126,6 +129,7 @@ class Decider(ABC):
         renewed = self._assignment(moves, self._ratios)
         if renewed.actions == self._in_force.actions:
             return None
+        self._before_changes = (event.step, self._in_force)
         self._in_force = renewed
         return renewed.actions
 

@@ -30,7 +30,7 @@ CHANGES = ((1, 5.5), (2, 3.0), (4, 3.0))
 # several.
 ENTER_DEVIATIONS = (3.0, 2.5)
 LOWEST_DEVIATIONS = 4.0  # the same against one rank alone, which is the lowest of several noisy numbers
-LEAVE_DEVIATIONS = 1.0  # beyond half of the slack, for a straggler to stay one
+LEAVE_DEVIATIONS = 1.5  # beyond half of the slack, for a straggler to stay one
 SETTLED_DEVIATIONS = 1.5  # beyond which a second measurement after a change replaces the first
 CLIP = 2.0  # deviations beyond it count as it in the estimate of noise, so that a change is no noise
 CLIPPED_VARIANCE = 0.92  # of a normal variable of variance 1, cut off there
