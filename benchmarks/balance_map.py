@@ -1,6 +1,6 @@
 """Where SEMI prunes, where it migrates, where it does both: what the policies decide and predict, setting by setting.
 
-Run: python benchmarks/balance_map.py [--hidden N] [--measured package.module:function]. Nothing runs and nothing is
+Run: python benchmarks/balance_map.py [--hidden N] [--measured package.module:function]. Nothing runs, nothing is
 simulated: policies are told times that a closed form gives (products at a fixed rate, movement by latency and bandwidth)
 and say what they do and how much faster a step's products and movements then are. `--measured` names a function that is
 given a `Setting` and returns the speed-up that SEMI had in it somewhere; it is set beside the prediction.
@@ -29,7 +29,12 @@ from twinbed.policies.balance.speeds import kept_share
 from twinbed.policies.balance.split import lossless_ceiling
 from twinbed.policies.loading import load_named
 
-RANKS, BLOCKS, BATCH, SEQUENCE = 8, 24, 64, 65  # as SEMI's released code trains ViT-1B (hidden 2048), on 8 V100
+RANKS, BLOCKS, BATCH, SEQUENCE = (
+    8,
+    24,
+    64,
+    65,
+)  # as SEMI's released code trains ViT-1B (hidden 2048), on 8 V100
 HEADS = 16
 FLOP_PER_S = 12e12  # of a V100's fp32 products
 LATENCY_NS = 20_000
@@ -88,7 +93,9 @@ def main(arguments: Sequence[str] | None = None, measured: Measure | None = None
     if given.measured:
         measured = cast(Measure, _Named(given.measured))
     found = [row(setting, vit_work(given.hidden), measured) for setting in settings()]
-    print(f"{BLOCKS} blocks of hidden {given.hidden} on {RANKS} ranks, predicted speed-up over doing nothing.\n")
+    print(
+        f"{BLOCKS} blocks of hidden {given.hidden} on {RANKS} ranks, predicted speed-up over doing nothing.\n"
+    )
     print(
         f"{'chi':>4} {'slow':>4} {'GB/s':>6} {'points':>6}  {'SEMI does':<9} "
         f"{'resize':>6} {'migrate':>7} {'semi':>6} {'ceiling':>7} {'measured':>8}"
@@ -100,15 +107,15 @@ def main(arguments: Sequence[str] | None = None, measured: Measure | None = None
             f"{each.decision:<9} {each.predicted['resize']:>6.2f} {each.predicted['migrate']:>7.2f} "
             f"{each.predicted['semi']:>6.2f} {each.ceiling:>7.2f} {shown:>8}"
         )
-    counts = {word: sum(each.decision == word for each in found) for word in ("prune", "migrate", "both", "none")}
+    counts = {
+        word: sum(each.decision == word for each in found) for word in ("prune", "migrate", "both", "none")
+    }
     print(f"\n{len(found)} settings: " + ", ".join(f"{word} {count}" for word, count in counts.items()))
     worst = min(
         each.predicted["semi"] / max(each.predicted["resize"], each.predicted["migrate"]) for each in found
     )
     print(f"SEMI over the better of resize and migrate, at the least: {worst:.3f}")
-    errors = [
-        abs(each.predicted["semi"] / each.measured - 1) for each in found if each.measured is not None
-    ]
+    errors = [abs(each.predicted["semi"] / each.measured - 1) for each in found if each.measured is not None]
     if errors:
         print(f"predicted against measured, mean of {len(errors)}: {100 * sum(errors) / len(errors):.1f} %")
 
@@ -170,7 +177,8 @@ def movement_timed(half: Half, setting: Setting, work: BlockWork) -> MovementTim
     own = work.units[half]
     units = (1, max(1, own // 2))
     few_ns, many_ns = (
-        2 * (LATENCY_NS + round(count * work.unit_bytes(half) / setting.bandwidth_Bps * 1e9)) for count in units
+        2 * (LATENCY_NS + round(count * work.unit_bytes(half) / setting.bandwidth_Bps * 1e9))
+        for count in units
     )
     return MovementTimed(half, units, (few_ns, many_ns))
 

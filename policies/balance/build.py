@@ -48,7 +48,9 @@ def build_balance(conf: BalanceConf, work: BlockWork) -> BalancePolicy:
     if conf.policy:
         return NamedPolicy(conf.policy, load_named("balance.policy", conf.policy, conf, work), work)
     if conf.name not in _POLICIES:
-        raise ValueError(f"balance.name={conf.name}: must be one of {list(_POLICIES)} for ranks of a tensor group")
+        raise ValueError(
+            f"balance.name={conf.name}: must be one of {list(_POLICIES)} for ranks of a tensor group"
+        )
     return _POLICIES[conf.name](conf, work)
 
 

@@ -13,9 +13,9 @@ from .speeds import Speeds, SpeedTracker, kept_share
 from .split import room_for_units
 from .work import BlockWork
 
-# What is in force stays until a change promises more than a third of the slack where a rank has become a straggler since
-# (it would not be one by chance), more than the slack where a speed has just changed, and else also more than so many
-# standard errors could feign.
+# What is in force stays until a change promises more than a third of the slack, where a rank has become a straggler
+# since (it would not be one by chance); more than the slack, where a speed has just changed; else more than a third of
+# the slack and than so many standard errors could feign.
 LEAST_SHARE = 1 / 3
 SURE_ERRORS = 6.0
 

@@ -9,7 +9,7 @@ from .work import BlockWork
 
 
 class ResizePolicy(Decider):
-    """The ratio is `balance.ratio`, or what brings a straggler to `balance.goal`; at the most what the budget allows."""
+    """The ratio is `balance.ratio`, or what brings a straggler to `balance.goal`; at most what the budget allows."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""The predicted fastest of a grid of answers: pruning by given ratios, and a share of the lossless moves of each half."""
+"""The predicted fastest of a grid of answers: pruning by given ratios, and a share of each half's lossless moves."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -64,9 +64,7 @@ class Search:
             candidates: Ratios by rank of which one is chosen; the first is taken to prune nothing.
         """
         coarse = [self._grid(ratios, COARSE) for ratios in candidates]
-        quick = sorted(
-            range(len(candidates)), key=lambda i: (min(found.time_ns for found in coarse[i]), i)
-        )
+        quick = sorted(range(len(candidates)), key=lambda i: (min(found.time_ns for found in coarse[i]), i))
         found = [each for grid in coarse for each in grid]
         for i in quick[:REFINED]:
             found += self._grid(candidates[i], (*COARSE, *FINE))
@@ -101,6 +99,10 @@ class Search:
         at_least = int(half is Half.ffn)
         lendings = lend(unit_ns, work.units[half], self._room[half], shares, at_least=at_least)
         return [
-            (lending, half_times(work, half, unit_ns, lending, cost), sum(lending.lent) * work.unit_bytes(half))
+            (
+                lending,
+                half_times(work, half, unit_ns, lending, cost),
+                sum(lending.lent) * work.unit_bytes(half),
+            )
             for lending in dict.fromkeys(lendings)
         ]

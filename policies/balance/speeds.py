@@ -1,7 +1,7 @@
 """How fast the ranks of a group are, from times that noise makes uncertain, and which of them are stragglers.
 
-Logarithms are compared, for a rank is slow by a factor. What slows all ranks alike (the median of all) is taken off, for
-no ratio changes by it; then each rank is averaged from its own last change on.
+Logarithms are compared, for a rank is slow by a factor. What slows all ranks alike (the median of all) is taken off,
+for no ratio changes by it; then each rank is averaged from its own last change on.
 """
 
 import math
@@ -77,7 +77,9 @@ class SpeedTracker:
         self._slack = math.log1p(slack)
         self._rows: list[Logs] = []  # what befell all ranks taken off; NaN where a rank has changed since
         self._common = 0.0  # what was taken off the last
-        self._unsettled: frozenset[int] = frozenset()  # whose last measurement may hold steps from before a change
+        self._unsettled: frozenset[int] = (
+            frozenset()
+        )  # whose last measurement may hold steps from before a change
         self._stragglers: frozenset[int] = frozenset()
         self._squares, self._weight = PRIOR_WEIGHT * PRIOR_NOISE**2, PRIOR_WEIGHT
 
@@ -247,8 +249,14 @@ def _without(rows: Sequence[Logs], changed: Mapping[int, int]) -> list[Logs]:
 
 def kept_share(assignment: Assignment, half: Half, rank: int) -> float:
     """Of the work of the units that a rank computes of a half, what is left when columns are pruned; mean of blocks."""
+    shares = kept_shares(assignment, half, rank)
+    return sum(shares) / len(shares)
+
+
+def kept_shares(assignment: Assignment, half: Half, rank: int) -> list[float]:
+    """Of each block; of all in one where no ratio is of one product alone."""
     if not assignment.prunes(rank):
-        return 1.0
+        return [1.0]
     work = assignment.work
     units = assignment.computed(half, rank)
     first = work.first_share(half)
@@ -258,11 +266,10 @@ def kept_share(assignment: Assignment, half: Half, rank: int) -> float:
         for product in Product
         if product.half is half
     }
-    total = 0.0
-    each = assignment.names_products(rank)
-    for name, product in work.products(work.blocks if each else 1):
+    shares = [0.0] * (work.blocks if assignment.names_products(rank) else 1)
+    for place, (name, product) in enumerate(work.products(len(shares))):
         if product in sizes:
             columns, share = sizes[product]
             kept = kept_columns(columns, assignment.ratio(rank, name))
-            total += share * (kept / columns if columns else 1.0)
-    return total / (work.blocks if each else 1)
+            shares[place // len(Product)] += share * (kept / columns if columns else 1.0)
+    return shares

@@ -143,9 +143,7 @@ def lossless_ceiling(slowness: Sequence[float], work: BlockWork | None = None) -
     for half in Half:
         units = split_units(slowness, work.units[half] * len(slowness))
         even += work.units[half] * work.unit_flop[half] * max(slowness)
-        best += work.unit_flop[half] * max(
-            slow * mine for slow, mine in zip(slowness, units, strict=True)
-        )
+        best += work.unit_flop[half] * max(slow * mine for slow, mine in zip(slowness, units, strict=True))
     return even / best
 
 
@@ -186,9 +184,7 @@ def _fill(unit_ns: Sequence[float], base: Sequence[int], room: Sequence[int], am
             added[i] = room[i]
         full.update(over)
     left = amount - sum(added)
-    done = [
-        ((base[i] + added[i] + 1) * unit_ns[i], i) for i in range(len(unit_ns)) if added[i] < room[i]
-    ]
+    done = [((base[i] + added[i] + 1) * unit_ns[i], i) for i in range(len(unit_ns)) if added[i] < room[i]]
     heapq.heapify(done)
     for _ in range(left):
         _, i = done[0]
