@@ -1,7 +1,7 @@
 """Where SEMI prunes, where it migrates, where it does both: what the policies decide and predict, setting by setting.
 
 Run: python benchmarks/balance_map.py [--hidden N] [--measured package.module:function]. Nothing runs, nothing is
-simulated: policies are told times that a closed form gives (products at a fixed rate, movement by latency and bandwidth)
+simulated: policies are told times that closed forms give (products at a fixed rate, movement by latency and bandwidth)
 and say what they do and how much faster a step's products and movements then are. `--measured` names a function that is
 given a `Setting` and returns the speed-up that SEMI had in it somewhere; it is set beside the prediction.
 """
