@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from .assignment import Assignment
 from .policy import Half, MovementTimed
-from .speeds import kept_share
+from .speeds import kept_shares
 from .split import Lending
 from .work import BlockWork
 
@@ -102,14 +102,22 @@ def predicted_ns(
         movement: What is not in it costs nothing.
     """
     work = assignment.work
-    times = {}
-    for half in Half:
-        pruned = [time_ns * kept_share(assignment, half, rank) for rank, time_ns in enumerate(unit_ns[half])]
-        times[half] = half_times(
-            work, half, pruned, lending_of(assignment, half), movement.get(half, MovementCost())
-        )
-    each = block_ns(times[Half.attention], times[Half.ffn], ahead=work.ahead)
-    return each * work.blocks * work.passes
+    lending = {half: lending_of(assignment, half) for half in Half}
+    shares = {half: [kept_shares(assignment, half, rank) for rank in range(work.ranks)] for half in Half}
+    # where ratios differ by product each block waits for its own slowest rank
+    unlike = max(len(each) for of_half in shares.values() for each in of_half)
+    total = 0.0
+    for block in range(unlike):
+        times = {}
+        for half in Half:
+            pruned = [
+                time_ns * kept[block if len(kept) > 1 else 0]
+                for time_ns, kept in zip(unit_ns[half], shares[half], strict=True)
+            ]
+            cost = movement.get(half, MovementCost())
+            times[half] = half_times(work, half, pruned, lending[half], cost)
+        total += block_ns(times[Half.attention], times[Half.ffn], ahead=work.ahead)
+    return total / unlike * work.blocks * work.passes
 
 
 def lending_of(assignment: Assignment, half: Half) -> Lending:

@@ -13,9 +13,9 @@ from .speeds import Speeds, SpeedTracker, kept_share
 from .split import room_for_units
 from .work import BlockWork
 
-# What is in force stays until a change promises more than a third of the slack where a rank has become a straggler
-# since (it would not be one by chance), more than the slack where a speed has just changed, and else also more than so
-# many standard errors could feign.
+# What is in force stays until a change promises more than a third of the slack, where a rank has become a straggler
+# since (it would not be one by chance); more than the slack, where a speed has just changed; else more than a third of
+# the slack and than so many standard errors could feign.
 LEAST_SHARE = 1 / 3
 SURE_ERRORS = 6.0
 
@@ -37,6 +37,8 @@ class Decider(ABC):
         self._movement: dict[Half, MovementCost] = {}
         self._changes: ChangesMeasured | None = None
         self._in_force = Assignment(work)
+        # a step after which ratios were renewed, and what was in force until then
+        self._before_changes: tuple[int, Assignment] = (-1, self._in_force)
         self._ratios: dict[int, float] = {}  # in force, mean over a rank's products
         self._answered: frozenset[int] = frozenset()  # stragglers when that was decided
         self._speedup = 1.0
@@ -68,7 +70,8 @@ class Decider(ABC):
         return self._measured(event) if isinstance(event, GroupMeasured) else None
 
     def _measured(self, event: GroupMeasured) -> tuple[BalanceAction, ...] | None:
-        speeds = self._tracker.observe(event, self._in_force)
+        renewed_at, measured = self._before_changes
+        speeds = self._tracker.observe(event, measured if renewed_at == event.step else self._in_force)
         wanted, ratios = Assignment(self._work), dict[int, float]()
         if speeds.stragglers:
             borrowed = {half: lending_of(self._in_force, half).borrowed for half in Half}
@@ -126,6 +129,7 @@ class Decider(ABC):
         renewed = self._assignment(moves, self._ratios)
         if renewed.actions == self._in_force.actions:
             return None
+        self._before_changes = (event.step, self._in_force)
         self._in_force = renewed
         return renewed.actions
 

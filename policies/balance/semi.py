@@ -1,4 +1,4 @@
-"""balance=semi: for each slow rank, how much it prunes, how much it lends and to whom: the earliest end of a step."""
+"""balance=semi: of each slow rank, how much it prunes, how much it lends and to whom, so that a step ends earliest."""
 
 from ...conf.schema import BalanceConf
 from .budget import AccuracyBudget

@@ -30,7 +30,7 @@ CHANGES = ((1, 5.5), (2, 3.0), (4, 3.0))
 # several.
 ENTER_DEVIATIONS = (3.0, 2.5)
 LOWEST_DEVIATIONS = 4.0  # the same against one rank alone, which is the lowest of several noisy numbers
-LEAVE_DEVIATIONS = 1.0  # beyond half of the slack, for a straggler to stay one
+LEAVE_DEVIATIONS = 1.5  # beyond half of the slack, for a straggler to stay one
 SETTLED_DEVIATIONS = 1.5  # beyond which a second measurement after a change replaces the first
 CLIP = 2.0  # deviations beyond it count as it in the estimate of noise, so that a change is no noise
 CLIPPED_VARIANCE = 0.92  # of a normal variable of variance 1, cut off there
@@ -249,8 +249,14 @@ def _without(rows: Sequence[Logs], changed: Mapping[int, int]) -> list[Logs]:
 
 def kept_share(assignment: Assignment, half: Half, rank: int) -> float:
     """Of the work of the units that a rank computes of a half, what is left when columns are pruned; mean of blocks."""
+    shares = kept_shares(assignment, half, rank)
+    return sum(shares) / len(shares)
+
+
+def kept_shares(assignment: Assignment, half: Half, rank: int) -> list[float]:
+    """Of each block; of all in one where no ratio is of one product alone."""
     if not assignment.prunes(rank):
-        return 1.0
+        return [1.0]
     work = assignment.work
     units = assignment.computed(half, rank)
     first = work.first_share(half)
@@ -260,11 +266,10 @@ def kept_share(assignment: Assignment, half: Half, rank: int) -> float:
         for product in Product
         if product.half is half
     }
-    total = 0.0
-    each = assignment.names_products(rank)
-    for name, product in work.products(work.blocks if each else 1):
+    shares = [0.0] * (work.blocks if assignment.names_products(rank) else 1)
+    for place, (name, product) in enumerate(work.products(len(shares))):
         if product in sizes:
             columns, share = sizes[product]
             kept = kept_columns(columns, assignment.ratio(rank, name))
-            total += share * (kept / columns if columns else 1.0)
-    return total / (work.blocks if each else 1)
+            shares[place // len(Product)] += share * (kept / columns if columns else 1.0)
+    return shares

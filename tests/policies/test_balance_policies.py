@@ -1,0 +1,531 @@
+"""What policies answer: ratios in closed form, budgets, movement that pays, logs that replay, and the user's own."""
+
+import importlib.util
+import itertools
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twinbed.conf.schema import BalanceConf, Goal, Selection
+from twinbed.policies.balance import (
+    Assignment,
+    BalanceEvent,
+    ChangesMeasured,
+    GroupMeasured,
+    Half,
+    Migrate,
+    MovementTimed,
+    Product,
+    Prune,
+    describe_balance_actions,
+    describe_balance_event,
+    parse_balance_event,
+)
+from twinbed.policies.balance.budget import AccuracyBudget
+from twinbed.policies.balance.build import build_balance
+from twinbed.policies.balance.costs import (
+    HalfTimes,
+    MovementCost,
+    block_ns,
+    fit_movement,
+    predicted_ns,
+)
+from twinbed.policies.balance.differentiated import differentiated
+from twinbed.policies.balance.speeds import kept_shares
+from twinbed.policies.balance.split import lossless_ceiling
+
+from .balance_group import Group, work_of
+
+ROOT = Path(__file__).resolve().parents[2]
+MIX = (8.0, 6.0, 4.0, 2.0, 1.0, 1.0, 1.0, 1.0)
+NAMES = ("resize", "migrate", "semi")
+
+
+def one_of_eight(chi: float) -> tuple[float, ...]:
+    return (chi, *(1.0,) * 7)
+
+
+def settled(slowness: Sequence[float], *, heads: int = 64, periods: int = 4, **keys: object) -> Group:
+    """A group that has been told these speeds for some periods."""
+    group = Group(work_of(len(slowness), heads=heads), BalanceConf(**keys))  # type: ignore[arg-type]
+    list(group.periods([slowness] * periods))
+    return group
+
+
+def ratios(group: Group) -> list[float]:
+    return [group.assignment.ratio(rank, "") for rank in range(group.work.ranks)]
+
+
+# ---- resize
+
+
+@pytest.mark.parametrize(
+    ("chi", "to_fastest", "to_mean"),
+    [(2, 0.5, 0.4375), (4, 0.75, 0.656), (6, 0.833, 0.729), (8, 0.875, 0.766)],
+)
+def test_ratio_from_times(chi: float, to_fastest: float, to_mean: float) -> None:
+    for goal, ratio in ((Goal.fastest, to_fastest), (Goal.mean, to_mean)):
+        group = settled(one_of_eight(chi), name="resize", goal=goal)
+        assert ratios(group) == [pytest.approx(ratio, abs=6e-4), *(0,) * 7]
+        assert group.policy.predicted_speedup == pytest.approx(
+            group.true_speedup(one_of_eight(chi)), rel=1e-2
+        )
+
+
+def test_ratio_has_a_limit_and_several_ranks_have_their_own() -> None:
+    assert ratios(settled(one_of_eight(8.0), name="resize", max_ratio=0.6)) == [0.6, *(0,) * 7]
+    found = ratios(settled(MIX, name="resize"))
+    assert found == pytest.approx([7 / 8, 5 / 6, 3 / 4, 1 / 2, 0, 0, 0, 0], abs=1e-3)
+
+
+def test_a_fixed_ratio_is_for_all_stragglers_within_the_budget() -> None:
+    assert ratios(settled(MIX, name="resize", ratio=0.3)) == [0.3] * 4 + [0] * 4
+    # four at 0.5 would cost 2.8 points
+    found = ratios(settled(MIX, name="resize", ratio=0.5, accuracy_budget=1.2))
+    assert found == [pytest.approx(0.25, abs=1e-4)] * 4 + [0] * 4
+    assert settled(one_of_eight(4.0), name="resize", ratio=0.0).assignment.is_even
+
+
+def test_points_of_pruning() -> None:
+    budget = AccuracyBudget({"0.25": 0.3, "0.5": 0.7, "0.75": 1.5}, 0.5, 0.9)
+    for ratio, points in ((0, 0), (0.125, 0.15), (0.25, 0.3), (0.375, 0.5), (0.75, 1.5), (0.875, 1.9)):
+        assert budget.points(ratio) == pytest.approx(points)
+    assert budget.to_level({0: 8.0}, 1.0) == {0: pytest.approx(0.375, abs=1e-4)}
+
+
+@given(
+    slowness=st.lists(st.floats(1.3, 9), min_size=1, max_size=7),
+    allowed=st.floats(0, 4),
+    goal=st.floats(0.5, 1.5),
+)
+@settings(deadline=None)
+def test_stragglers_share_a_budget_to_the_last(slowness: list[float], allowed: float, goal: float) -> None:
+    budget = AccuracyBudget({"0.25": 0.3, "0.5": 0.7, "0.75": 1.5}, allowed, 0.9)
+    times = dict(enumerate(slowness))
+    found = budget.to_level(times, goal)
+    spent = sum(map(budget.points, found.values()))
+    assert spent <= allowed + 1e-6
+    wanted = {rank: min(0.9, max(0, 1 - goal / by)) for rank, by in times.items()}
+    if sum(map(budget.points, wanted.values())) <= allowed:
+        assert found == pytest.approx(wanted, abs=1.1e-4)
+    else:
+        assert spent >= allowed - 0.01  # four digits of each ratio
+        ends = [
+            by * (1 - ratio) for by, ratio in zip(slowness, found.values(), strict=True) if 0 < ratio < 0.9
+        ]
+        assert max(ends, default=1) - min(ends, default=1) < 1e-2  # all to the same time
+
+
+@given(
+    ratio=st.floats(0, 0.89),
+    changes=st.lists(st.floats(0, 3), min_size=2, max_size=12),
+    data=st.data(),
+)
+@settings(deadline=None)
+def test_ratios_by_change_keep_their_mean(ratio: float, changes: list[float], data: st.DataObject) -> None:
+    count = len(changes)
+    weights = data.draw(st.lists(st.floats(0.5, 4), min_size=count, max_size=count))
+    found = differentiated(ratio, changes, weights, 0.9)
+    assert all(0 <= each <= 0.9 + 1e-9 for each in found)
+    assert sum(each * by for each, by in zip(found, weights, strict=True)) == pytest.approx(
+        ratio * sum(weights), abs=1e-6
+    )
+    order = sorted(range(count), key=lambda i: changes[i])
+    for less, more in itertools.pairwise(order):
+        assert found[less] >= found[more] - 1e-9
+
+
+def test_products_that_change_less_are_pruned_more() -> None:
+    group = Group(work_of(4), BalanceConf(name="resize", selection=Selection.differentiated))
+    names = [name for name, _ in group.work.products()]
+    assert names == [f"block.{i}.{product}" for i in (0, 1) for product in ("qkv", "out", "fc1", "fc2")]
+    changes = tuple(1.0 + i for i in range(8))
+    assert not group.tell(ChangesMeasured(1, (changes,) * 4))
+    now = (1.0, 2.0, 1.0, 1.0)
+    list(group.periods([now] * 3))
+    found = [group.assignment.ratio(1, name) for name in names]
+    assert found == sorted(found, reverse=True)
+    assert found[0] > 2 * found[-1]
+    done = group.assignment
+    left = {
+        half: sum(kept_shares(done, half, 1)) / 2 * done.work.unit_flop[half] * done.work.units[half]
+        for half in Half
+    }
+    assert sum(left.values()) / sum(
+        done.work.unit_flop[half] * done.work.units[half] for half in Half
+    ) == pytest.approx(0.5, rel=0.01)
+    # blocks that are pruned less than the mean hold all ranks up, those that are pruned more win nothing
+    assert 1.3 < group.true_speedup(now) < 1.9
+    assert group.policy.predicted_speedup == pytest.approx(group.true_speedup(now), rel=0.01)
+    backwards = ChangesMeasured(99, (changes[::-1],) * 4)
+    assert group.tell(backwards)
+    assert [group.assignment.ratio(1, name) for name in names] == pytest.approx(
+        differentiated(
+            0.5,
+            changes[::-1],
+            [work_share(group, product) for _, product in group.work.products()],
+            0.9,
+        ),
+        abs=2e-4,
+    )
+    assert not group.tell(backwards)
+    assert not any(group.periods([now] * 20))
+    assert sum(group.assignment.ratio(0, name) for name in names) == 0
+
+
+def work_share(group: Group, product: Product) -> float:
+    first = group.work.first_share(product.half)
+    whole = group.work.units[product.half] * group.work.unit_flop[product.half]
+    return whole * (first if product.is_first else 1 - first)
+
+
+def test_changes_of_other_products_are_refused() -> None:
+    group = Group(work_of(4), BalanceConf(name="resize", selection=Selection.differentiated))
+    group.tell(ChangesMeasured(1, ((1.0, 2.0),) * 4))
+    with pytest.raises(ValueError, match=r"must be of 8, for each of 4 ranks"):
+        group.period((1.0, 4.0, 1.0, 1.0))
+
+
+def test_changes_do_not_matter_to_other_selections() -> None:
+    group = settled(one_of_eight(4.0), name="resize")
+    assert not group.tell(ChangesMeasured(50, ((1.0, 2.0),) * 8))
+
+
+# ---- movement and the model
+
+
+def test_movement_is_a_line() -> None:
+    assert fit_movement(MovementTimed(Half.ffn, (10, 110), (1_500, 6_500))) == MovementCost(1_000, 50)
+    assert fit_movement(MovementTimed(Half.ffn, (1, 1), (300, 500))) == MovementCost(0, 400)
+    assert fit_movement(MovementTimed(Half.ffn, (1, 9), (300, 200))) == MovementCost(300, 0)  # noise
+    assert MovementCost(1_000, 50).one_way_ns((0, 20, 0, 40)) == (1_000 + 50 * 20 + 1_000 + 50 * 40) / 2
+    with pytest.raises(ValueError, match="at least one unit"):
+        fit_movement(MovementTimed(Half.ffn, (0, 9), (300, 200)))
+
+
+def test_what_of_movement_hides() -> None:
+    even = HalfTimes(300, 0, 0)
+    assert block_ns(even, even, ahead=False) == pytest.approx(600)
+    # forward: the FFN's 60 hide behind attention's 100. Backward: they hide behind attention's 200
+    assert block_ns(even, HalfTimes(300, 300, 60), ahead=False) == pytest.approx(600)
+    # 40 of 140 do not hide in forward, though who borrows nothing goes on
+    assert block_ns(even, HalfTimes(300, 300, 140), ahead=False) == pytest.approx(640)
+    assert block_ns(even, HalfTimes(300, 300, 140), ahead=True) == pytest.approx(600)
+    # attention's: out before the block can begin, back behind its end
+    assert block_ns(HalfTimes(300, 300, 60), even, ahead=False) == pytest.approx(720)
+    assert block_ns(HalfTimes(300, 270, 10), even, ahead=False) == pytest.approx(610)
+    assert block_ns(HalfTimes(300, 300, 60), even, ahead=True) == pytest.approx(660)
+    # a link that is never idle
+    assert block_ns(HalfTimes(300, 300, 500), HalfTimes(300, 300, 700), ahead=True) == pytest.approx(
+        1_200 + 200 + 700 + 500
+    )
+
+
+@pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
+def test_free_movement_reaches_the_ceiling(chi: float) -> None:
+    now = one_of_eight(chi)
+    group = settled(now, name="migrate")
+    ceiling = lossless_ceiling(now, group.work)
+    assert group.true_speedup(now) > 0.98 * ceiling
+    assert group.policy.predicted_speedup == pytest.approx(group.true_speedup(now), rel=1e-3)
+
+
+def test_movement_that_costs_more_than_it_gains_is_left() -> None:
+    now = one_of_eight(4.0)
+    done = {}
+    for unit_us in (0, 10, 20, 60, 1_000_000):
+        group = Group(work_of(8), BalanceConf(name="migrate"))
+        for half in Half:
+            unit_ns = 1_000 * unit_us * (64 if half is Half.attention else 1) // 64
+            group.tell(MovementTimed(half, (1, 101), (unit_ns, 101 * unit_ns)))
+        list(group.periods([now] * 3))
+        done[unit_us] = sum(sum(group.assignment.lent(half, 0)) for half in Half)
+        assert (group.policy.predicted_speedup or 0) >= 1
+    assert list(done.values()) == sorted(done.values(), reverse=True)
+    assert done[0] > 300
+    assert done[1_000_000] == 0
+
+
+def test_memory_of_helpers_bounds_what_moves() -> None:
+    work = work_of(4)
+    unit = work.blocks * 2 * work.unit_bytes(Half.ffn)
+    for free, most in ((0, 0), (300 * unit, 300)):
+        group = Group(work, BalanceConf(name="migrate"), free_bytes=free)
+        list(group.periods([(4.0, 1.0, 1.0, 1.0)] * 3))
+        assert all(group.assignment.received(Half.ffn, rank) <= most for rank in range(4))
+        assert group.assignment.is_even == (most == 0)
+
+
+def test_what_was_not_timed_is_said() -> None:
+    policy = build_balance(BalanceConf(name="semi"), work_of(4))
+    assert not policy.movement_known  # type: ignore[attr-defined]
+    for half in Half:
+        policy.decide(MovementTimed(half, (1, 5), (9, 9)))
+    assert policy.movement_known  # type: ignore[attr-defined]
+
+
+# ---- all
+
+
+movements = st.none() | st.tuples(st.integers(0, 10**6), st.integers(0, 10**5))
+
+
+@given(
+    name=st.sampled_from(NAMES),
+    slowness=st.lists(st.sampled_from([1.0, 1.1, 1.4, 2.0, 3.0, 5.0, 8.0]), min_size=2, max_size=8),
+    heads=st.sampled_from([1, 2, 8]),
+    free=st.integers(0, 3000),
+    movement=movements,
+    budget=st.none() | st.sampled_from([0.0, 0.5, 2.0]),
+    later=st.integers(0, 7),
+)
+@settings(max_examples=120, deadline=None)
+def test_what_holds_of_all_answers(
+    name: str,
+    slowness: list[float],
+    heads: int,
+    free: int,
+    movement: tuple[int, int] | None,
+    budget: float | None,
+    later: int,
+) -> None:
+    ranks = len(slowness)
+    work = work_of(ranks, heads=heads * ranks, hidden=64 * heads * ranks)
+    conf = BalanceConf(name=name, accuracy_budget=budget)
+    group = Group(work, conf, free_bytes=free * 2 * work.blocks * work.unit_bytes(Half.ffn))
+    if movement is not None:
+        start, unit = movement
+        for half in Half:
+            group.tell(MovementTimed(half, (1, 11), (start + unit, start + 11 * unit)))
+    rotated = slowness[later % ranks :] + slowness[: later % ranks]
+    for now in [slowness, slowness, rotated, rotated, *[[1.0] * ranks] * 10]:
+        changed = group.period(now)
+        event = group.log[-1][0]
+        assert isinstance(event, GroupMeasured)
+        if changed:  # never slower than doing nothing, by the model
+            assert (group.policy.predicted_speedup or 0) >= 1 - 1e-3
+        done = group.assignment
+        for half in Half:
+            counts = [done.computed(half, rank) for rank in range(ranks)]
+            assert sum(counts) == work.units[half] * ranks
+            assert min(counts) >= 0
+            literal = work.blocks * 2 * work.unit_bytes(half)
+            assert all(
+                done.received(half, rank) <= event.free_bytes[rank] // literal for rank in range(ranks)
+            )
+        if budget is not None:
+            points = AccuracyBudget.of(conf)
+            assert sum(points.points(done.ratio(rank, "")) for rank in range(ranks)) <= budget + 1e-6
+        if name == "resize":
+            assert all(isinstance(action, Prune) for action in done.actions)
+        if name == "migrate":
+            assert all(isinstance(action, Migrate) for action in done.actions)
+    assert group.assignment.is_even  # all have recovered
+    replayed = build_balance(conf, work)
+    for event, answer in group.log:
+        text = describe_balance_event(event)
+        assert parse_balance_event(text) == event
+        assert describe_balance_actions(replayed.decide(parse_balance_event(text))) == answer
+
+
+def test_noisy_logs_replay() -> None:
+    conf = BalanceConf(name="semi", accuracy_budget=0.5, selection=Selection.differentiated)
+    group = Group(work_of(4), conf, noise=0.1, seed=3)
+    list(group.periods([(1.0, 1.0, 4.0, 1.0)] * 5))
+    group.tell(ChangesMeasured(6, tuple(tuple(0.1 * (1 + i + rank) for i in range(8)) for rank in range(4))))
+    list(group.periods([(1.0, 2.0, 1.0, 1.0)] * 5))
+    assert any("prune" in answer for _, answer in group.log)
+    replayed = build_balance(conf, group.work)
+    for event, answer in group.log:
+        again = parse_balance_event(describe_balance_event(event))
+        assert describe_balance_actions(replayed.decide(again)) == answer
+
+
+events = st.one_of(
+    st.builds(
+        MovementTimed,
+        st.sampled_from(Half),
+        st.tuples(st.integers(1, 999), st.integers(1, 999)),
+        st.tuples(st.integers(0, 10**12), st.integers(0, 10**12)),
+    ),
+    st.integers(1, 8).flatmap(
+        lambda ranks: st.builds(
+            GroupMeasured,
+            st.integers(0, 10**6),
+            *(st.tuples(*(st.integers(0, 10**15),) * ranks) for _ in range(3)),
+        )
+    ),
+    st.integers(1, 8).flatmap(
+        lambda products: st.builds(
+            ChangesMeasured,
+            st.integers(0, 10**6),
+            st.lists(
+                st.tuples(*(st.floats(0, 1e6).map(lambda x: float(f"{x:.3g}")),) * products),
+                min_size=1,
+                max_size=8,
+            ).map(tuple),
+        )
+    ),
+)
+
+
+@given(event=events)
+@settings(deadline=None)
+def test_events_are_what_their_words_say(event: BalanceEvent) -> None:
+    assert parse_balance_event(describe_balance_event(event)) == event
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_decision_takes_less_than_5_ms(name: str) -> None:
+    group = Group(work_of(8, blocks=24, heads=16), BalanceConf(name=name, accuracy_budget=0.5))
+    for half in Half:
+        group.tell(MovementTimed(half, (1, 101), (100_000, 1_000_000)))
+    took = []
+    for _ in range(15):
+        began = time.process_time()
+        group.period((7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.5, 1.0))
+        took.append(time.process_time() - began)
+    assert min(took) < 5e-3
+
+
+# ---- the decision map
+
+
+@pytest.fixture(scope="module")
+def decision_map() -> ModuleType:
+    path = ROOT / "benchmarks" / "balance_map.py"
+    spec = importlib.util.spec_from_file_location("benchmark_balance_map", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_semi_is_as_fast_as_the_better_of_both(decision_map: ModuleType) -> None:
+    found = [decision_map.row(setting, decision_map.vit_work(2048)) for setting in decision_map.settings()]
+    assert len(found) >= 24
+    for each in found:
+        better = max(each.predicted["resize"], each.predicted["migrate"])
+        assert each.predicted["semi"] >= 0.97 * better, each
+        if not each.setting.budget_points:
+            assert each.decision in ("migrate", "none")
+            assert each.predicted["resize"] == 1
+        assert each.predicted["migrate"] <= each.ceiling * 1.001
+    assert {"prune", "migrate", "both"} <= {each.decision for each in found}
+
+
+def test_the_map_sets_measured_beside_predicted(
+    decision_map: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(decision_map, "CHI", (4.0,))
+    decision_map.main([], measured=lambda setting: 2.0)
+    shown = capsys.readouterr().out
+    assert re.search(r"predicted against measured, mean of 18: \d+\.\d %", shown)
+    assert shown.count("2.00\n") == 18
+    with pytest.raises(ValueError, match="--measured='nowhere:fast' cannot be loaded"):
+        decision_map.main(["--measured", "nowhere:fast"])
+
+
+# ---- the user's own
+
+
+def own_policy(tmp_path: Path, answer: str, *, name: str = "name = 'mine'") -> str:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from twinbed.policies.balance import Half, Migrate, Prune\n"
+        f"class Own:\n    {name}\n"
+        "    def __init__(self, conf, work): self.work = work\n"
+        f"    def decide(self, event): return {answer}\n"
+    )
+    return f"{file}:Own"
+
+
+def measured_once(policy: str) -> Group:
+    group = Group(work_of(4), BalanceConf(name="migrate", policy=policy))
+    group.period((1.0,) * 4)
+    return group
+
+
+def test_the_documented_policy_works(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "adding-a-policy.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(# lend_half.py\n.*?)```", text, re.S)
+    (tmp_path / "lend_half.py").write_text(code)
+    conf = BalanceConf(name="migrate", policy=f"{tmp_path / 'lend_half.py'}:LendHalf")
+    group = Group(work_of(4), conf)
+    now = (1.0, 1.0, 4.0, 1.0)
+    assert not group.period((1.0,) * 4)
+    assert list(group.periods([now] * 3)) == [True, False, False]
+    assert group.policy.name == "lend_half"
+    assert group.policy.predicted_speedup is None
+    assert group.assignment.actions == (Migrate(2, 0, Half.ffn, group.work.units[Half.ffn] // 2),)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        ("(Prune(9, 0.5),)", r"balance.policy='.*own.py:Own': .*rank 9 must be in \[0, 4\)"),
+        ("(Prune(0, 1.5),)", r"balance.policy=.*ratio=1.5 must be in \[0, 1\)"),
+        ("(Migrate(0, 1, Half.ffn, 10**9),)", r"balance.policy=.*is to lend 1000000000 units of ffn"),
+        ("[Prune(0, 0.5)]", r"balance.policy=.*answers \[Prune.*must be None, or a tuple"),
+        ("('prune',)", r"balance.policy=.*must be None, or a tuple of Prune and Migrate"),
+    ],
+)
+def test_an_answer_that_nobody_can_carry_out(tmp_path: Path, answer: str, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        measured_once(own_policy(tmp_path, answer))
+
+
+def test_own_policies_are_made_with_the_config_and_the_work(tmp_path: Path) -> None:
+    own = own_policy(tmp_path, "(Prune(3, 0.5),)", name="name = 'mine'; predicted_speedup = 1.5")
+    group = measured_once(own)
+    assert group.assignment == Assignment(group.work, (Prune(3, 0.5),))
+    assert group.policy.predicted_speedup == 1.5
+
+
+@pytest.mark.parametrize(
+    ("given_name", "error"),
+    [
+        ("nowhere", "must be 'package.module:Class' or 'file.py:Class'"),
+        ("no.such.module:Own", r"balance.policy='no.such.module:Own' cannot be loaded"),
+        ("collections:OrderedDict", r"balance.policy='collections:OrderedDict' cannot be made"),
+    ],
+)
+def test_own_policies_that_cannot_be_made(given_name: str, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        build_balance(BalanceConf(name="migrate", policy=given_name), work_of(4))
+
+
+def test_own_policies_that_lack_something(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"makes a Own, which is no policy: it lacks \['name'\]"):
+        measured_once(own_policy(tmp_path, "None", name="other = 1"))
+
+
+@pytest.mark.parametrize("name", ["none", "batch", "layers"])
+def test_other_kinds_have_no_policy_of_a_group(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"balance.name={name}: must be one of \['resize', 'migrate', 'semi'\]"
+    ):
+        build_balance(BalanceConf(name=name), work_of(4))
+
+
+def test_pruned_and_lent_work_is_predicted_together() -> None:
+    work = work_of(4)
+    unit_ns = dict.fromkeys(Half, (4.0, 1.0, 1.0, 1.0))
+    own = {half: work.units[half] for half in Half}
+    even = predicted_ns(Assignment(work), unit_ns, {})
+    assert even == pytest.approx(4 * sum(own.values()))
+    half_gone = Assignment(work, (Prune(0, 0.5),))
+    assert predicted_ns(half_gone, unit_ns, {}) == pytest.approx(even / 2, rel=1e-3)
+    lent = Assignment(work, (Prune(0, 0.5), Migrate(0, 1, Half.ffn, own[Half.ffn] // 4)))
+    assert predicted_ns(lent, unit_ns, {}) == pytest.approx(
+        2 * own[Half.attention] + 1.5 * own[Half.ffn], rel=1e-3
+    )
