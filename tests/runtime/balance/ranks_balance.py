@@ -136,6 +136,35 @@ MOVES: Mapping[str, tuple[tuple[str, ...], Mapping[int, tuple[Any, ...]], int]] 
 }
 
 
+# Units are shares of every matrix' columns: 8 of them, 16 of the Llama's
+COLUMNS: Mapping[str, tuple[tuple[str, ...], Mapping[int, tuple[Any, ...]], int]] = {
+    f"{name}, {way}": ((*keys, f"balance.way={way}"), answers, steps)
+    for way in ("broadcast", "scatter")
+    for name, keys, answers, steps in (
+        ("gpt", (*GPT, *TENSOR), {1: (*(move(0, r, A, 2) for r in (1, 2, 3)), move(0, 3, F, 5)), 12: ()}, 20),
+        (
+            "llama",
+            (*LLAMA, *TENSOR),
+            {1: (move(0, 2, A, 1), move(1, 2, A, 2), move(1, 3, A, 3), move(3, 0, F, 3), move(2, 1, F, 4))},
+            4,
+        ),
+        ("vit", (*VIT, *TENSOR), {1: (move(2, 0, A, 7), move(2, 0, F, 3), move(2, 1, F, 4))}, 4),
+        (
+            "data, zero3",
+            (*GPT, "parallel.tensor=2", "comm=zero3"),
+            {1: (move(1, 0, A, 3), move(1, 0, F, 7))},
+            4,
+        ),
+        (
+            "pipeline",
+            (*GPT, "parallel.tensor=2", "parallel.pipeline=2", "batch.accumulation=4", "comm=ddp"),
+            {1: (move(0, 1, A, 5),)},
+            4,
+        ),
+    )
+}
+
+
 class Scripted:
     """Answers what it was given, by the step from which on it is to be in force."""
 
@@ -260,16 +289,28 @@ def plain_rows(rows: Sequence[Any]) -> list[Any]:
 
 def moved(folder: Path) -> dict[str, Any]:
     """Of each case: errors of gradients and losses against plain tensor parallelism, and the rows of balancing."""
+    return _compared(folder, MOVES)
+
+
+def columns(folder: Path) -> dict[str, Any]:
+    """As `moved`, of the paper's ways."""
+    return _compared(folder, COLUMNS)
+
+
+def _compared(
+    folder: Path, cases: Mapping[str, tuple[tuple[str, ...], Mapping[int, tuple[Any, ...]], int]]
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
     plain: dict[tuple[Any, ...], Trained] = {}
-    for name, (keys, answers, steps) in MOVES.items():
+    for name, (given, answers, steps) in cases.items():
+        keys = tuple(key for key in given if not key.startswith("balance.way"))
         if (keys, steps) not in plain:
             plain[keys, steps] = train(keys, folder, steps=steps)
-        want, got = plain[keys, steps], train(keys, folder, answers, steps=steps)
+        want, got = plain[keys, steps], train(given, folder, answers, steps=steps)
         # a communication thread's rows lie between the others as time wills
         ordered = partial(sorted, key=repr) if "comm.overlap=true" in keys else list
         found[name] = {
-            "case": ((*SMALL, *keys), answers, steps),
+            "case": ((*SMALL, *given), answers, steps),
             "gradients": max(
                 error(one, other) for one, other in zip(got.gradients, want.gradients, strict=True)
             ),

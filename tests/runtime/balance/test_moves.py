@@ -8,7 +8,7 @@ import pytest
 
 from twinbed.analysis.record import LedgerRow
 from twinbed.conf.compose import compose
-from twinbed.policies.balance import Assignment, BlockWork, GroupMeasured, Half
+from twinbed.policies.balance import Assignment, BlockWork, GroupMeasured, Half, Product
 from twinbed.policies.balance.build import balanced_work
 from twinbed.policies.layout import layout_of
 
@@ -33,6 +33,69 @@ def test_lent_units_change_nothing_but_who_computes(launch: Launch) -> None:
             check_events(case, work, answers, steps, where)
         assert all(found["even"].values()), found["even"]
     assert ranks[0]["moved"]["gpt"]["learned"] > 0.5  # nats
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+def test_columns_that_migrate_change_nothing_but_who_computes(launch: Launch) -> None:
+    """On layers cut by outputs and by inputs; what moves beside is as the closed form says."""
+    ranks = launch("ranks_balance", "columns", 4, timeout_s=500.0)
+    for rank, found in enumerate(ranks):
+        for name, case in found["columns"].items():
+            (keys, answers, steps), where = case["case"], f"{name}, rank {rank}"
+            errors = {key: case[key] for key in ("gradients", "parameters", "losses", "validation")}
+            assert all(value <= LIMIT for value in errors.values()), (where, errors)
+            assert case["same_rows"], where
+            check_columns(case["rows"], rank, work_of(keys), keys, answers, steps, where)
+
+
+def check_columns(
+    rows: list[LedgerRow],
+    rank: int,
+    work: BlockWork,
+    keys: tuple[str, ...],
+    answers: Mapping[int, tuple[Any, ...]],
+    steps: int,
+    where: str,
+) -> None:
+    """Payload of each stream and phase: of a lender's `m` columns of a product [out, in] of N tokens, weights go out
+    once; of a column product the output [N, out] comes back and its gradient goes out; of a row product [N, m] of the
+    input go out and [N, m] of its gradient come back; and so do the gradients of the weights.
+    """
+    experiment = compose([*keys, "balance=migrate"]).experiment
+    me, by_scatter = rank % work.ranks, "balance.way=scatter" in keys
+    passes = work.blocks * experiment.batch.accumulation
+    expected: Counter[tuple[int, str, str]] = Counter()
+    for step in range(steps):
+        in_force = [since for since in answers if since <= step]
+        assignment = Assignment(work, answers[max(in_force)] if in_force else ())
+        for product in Product:
+            half = product.half
+            other = Product.out if half is Half.attention else Product.fc2
+            first = Product.qkv if half is Half.attention else Product.fc1
+            wide = work.unit_flop[half] // (2 * work.tokens) * work.units[half]  # of both matrices
+            narrow = work.columns(other, work.units[half]) * work.hidden
+            out = (wide - narrow) // work.hidden if product is first else work.hidden
+            for src in assignment.sources(half):
+                parts = assignment.lent(half, src)
+                takes_part = me == src or parts[me] > 0
+                columns = work.columns(product, sum(parts))
+                weights, inputs = 4 * out * columns, 4 * work.tokens * columns
+                outputs = 4 * work.tokens * out
+                pieces = takes_part or not by_scatter
+                if product is first:
+                    expected[step, "lend", "forward"] += passes * weights * pieces
+                    expected[step, "return", "forward"] += passes * outputs
+                    expected[step, "lend", "backward"] += passes * outputs
+                    expected[step, "return", "backward"] += passes * weights * pieces
+                else:
+                    expected[step, "lend", "forward"] += passes * (weights + inputs) * pieces
+                    expected[step, "return", "backward"] += passes * (weights + inputs) * pieces
+    seen: Counter[tuple[int, str, str]] = Counter()
+    for row in rows:
+        if row.stream != "balance":
+            seen[row.iteration, row.stream, row.phase] += row.payload_bytes
+    assert seen == +expected, (where, seen - expected, expected - seen)
 
 
 def work_of(keys: tuple[str, ...]) -> BlockWork:
