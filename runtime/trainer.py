@@ -44,7 +44,6 @@ from .interfaces import InterfaceBytes, read_interface
 from .interpreter import Interpreter
 from .laps import Laps
 from .layout.engine import LayoutEngine
-from .layout.pace import Rate
 from .layout.tokens import token_index
 from .learning_rate import learning_rate
 from .ledger import LIBRARY_STREAM, Ledger
@@ -377,8 +376,17 @@ class Trainer:
         from .balance.stages import measure_stages, with_split  # they lay a model out
 
         experiment = self.experiment
-        policy, rate = build_shares(experiment, self.spec), experiment.cluster.emulated_flops_per_s
+        policy = build_shares(experiment, self.spec)
         assert policy is not None
+        if self.straggler is not None:
+            self.straggler.measuring_begins()
+        rate = build_rate(
+            experiment.cluster,
+            self.straggler,
+            device=self.context.device,
+            measured=False,
+            synchronize=self._synchronize,
+        )
         event = measure_stages(
             experiment,
             self.spec,
@@ -386,7 +394,7 @@ class Trainer:
             groups=groups,
             device=self.context.device,
             batch=self._on_device(self.batches.train(0, 0)),
-            rate=None if rate is None else Rate(rate),
+            rate=rate,
         )
         split, answer = with_split(experiment, policy, event)
         self._split = (event, answer)

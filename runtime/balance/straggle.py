@@ -40,6 +40,11 @@ class Straggler:
         self._step = 0
         self._began_ns: int | None = None
 
+    def measuring_begins(self) -> None:
+        """Before the first step, while seconds do not count yet, be as slow as at its begin."""
+        if self._quota is not None:
+            self._quota.set(1 / self.factor)
+
     def step_begins(self, step: int) -> None:
         self._step = step
         if self._began_ns is None:

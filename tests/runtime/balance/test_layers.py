@@ -130,3 +130,32 @@ def test_another_split_goes_on_from_a_checkpoint(tmp_path):
     assert manifest["parallel"] == {"pipeline": 2, "stage_layers": [3, 1]}
     resumed = f"train.resume_from={checkpoint}"
     check_resume(compose([*MODELS["gpt"], *SMALL, *four, "comm=ddp", resumed, "balance=layers"]).experiment)
+
+
+def test_a_slow_stage_holds_fewer_blocks(tmp_path):
+    """Its rank is made slow from the first step on, and is so when blocks are timed."""
+    keys = (
+        *MODELS["gpt"],
+        *SMALL,
+        "cluster.devices_per_node=2",
+        "parallel.pipeline=2",
+        "batch.micro=2",
+        "steps=1",
+        "comm=ddp",
+        "balance=layers",
+        "cluster.emulated_flops_per_s=3e7",
+    )
+    slow = {
+        by: compose([*keys, "cluster.slowdown={1: 4.0}", f"cluster.slowdown_by={by}"])
+        for by in ("device", "sleep")
+    }
+    launch(
+        tmp_path, [("equal", compose(keys), "train", {}), *((by, c, "train", {}) for by, c in slow.items())]
+    )
+    answers = {
+        name: next(
+            d.action for d in read_record(tmp_path / name).decisions if d.event.startswith("StagesMeasured")
+        )
+        for name in ("equal", *slow)
+    }
+    assert answers == {"equal": "share blocks 2/2", "device": "share blocks 3/1", "sleep": "share blocks 3/1"}
