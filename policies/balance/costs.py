@@ -56,17 +56,31 @@ class HalfTimes:
 
 
 def half_times(
-    work: BlockWork, half: Half, unit_ns: Sequence[float], lending: Lending, cost: MovementCost
+    work: BlockWork,
+    half: Half,
+    unit_ns: Sequence[float],
+    lending: Lending,
+    cost: MovementCost,
+    beside: Sequence[float],
 ) -> HalfTimes:
-    """Of ranks that take `unit_ns` for a unit of all blocks in a step, with what they prune taken off."""
+    """Of ranks that take `unit_ns` for a unit of all blocks in a step, with what they prune taken off.
+
+    Args:
+        beside: [ranks], what else a rank does, in the time of so many units.
+    """
     own, parts = work.units[half], work.blocks * work.passes
     alone = with_borrowed = 0.0
-    for time_ns, lent, borrowed in zip(unit_ns, lending.lent, lending.borrowed, strict=True):
+    for time_ns, lent, borrowed, more in zip(unit_ns, lending.lent, lending.borrowed, beside, strict=True):
         if borrowed:
-            with_borrowed = max(with_borrowed, time_ns * (own + borrowed))
+            with_borrowed = max(with_borrowed, time_ns * (own + borrowed + more))
         else:
-            alone = max(alone, time_ns * (own - lent))
+            alone = max(alone, time_ns * (own - lent + more))
     return HalfTimes(alone / parts, with_borrowed / parts, cost.one_way_ns(lending.lent))
+
+
+def beside_pruned(work: BlockWork, half: Half, kept: float, overhead: float) -> float:
+    """What a rank that keeps a share of its columns does beside its units, in the time of so many of them, pruned."""
+    return overhead * work.units[half] / kept if kept < 1 else 0.0
 
 
 def block_ns(attention: HalfTimes, ffn: HalfTimes, *, ahead: bool) -> float:
@@ -94,12 +108,14 @@ def predicted_ns(
     assignment: Assignment,
     unit_ns: Mapping[Half, Sequence[float]],
     movement: Mapping[Half, MovementCost],
+    overhead: float = 0.0,
 ) -> float:
     """Of the products of all blocks of a stage in one step, with what movement adds.
 
     Args:
         unit_ns: [ranks] for each half, of a unit of all blocks in a step, nothing pruned.
         movement: What is not in it costs nothing.
+        overhead: As `Speeds` says.
     """
     work = assignment.work
     lending = {half: lending_of(assignment, half) for half in Half}
@@ -110,12 +126,15 @@ def predicted_ns(
     for block in range(unlike):
         times = {}
         for half in Half:
-            pruned = [
-                time_ns * kept[block if len(kept) > 1 else 0]
-                for time_ns, kept in zip(unit_ns[half], shares[half], strict=True)
-            ]
-            cost = movement.get(half, MovementCost())
-            times[half] = half_times(work, half, pruned, lending[half], cost)
+            kept = [each[block if len(each) > 1 else 0] for each in shares[half]]
+            times[half] = half_times(
+                work,
+                half,
+                [time_ns * share for time_ns, share in zip(unit_ns[half], kept, strict=True)],
+                lending[half],
+                movement.get(half, MovementCost()),
+                [beside_pruned(work, half, share, overhead) for share in kept],
+            )
         total += block_ns(times[Half.attention], times[Half.ffn], ahead=work.ahead)
     return total / unlike * work.blocks * work.passes
 

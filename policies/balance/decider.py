@@ -78,7 +78,7 @@ class Decider(ABC):
             moves, ratios = self._answer(speeds, room_for_units(self._work, event.free_bytes, borrowed))
             wanted = self._assignment(moves, ratios)
         even_ns, now_ns, wanted_ns = (
-            predicted_ns(assignment, speeds.unit_ns, self._movement)
+            predicted_ns(assignment, speeds.unit_ns, self._movement, speeds.overhead)
             for assignment in (Assignment(self._work), self._in_force, wanted)
         )
         if wanted.actions == self._in_force.actions or not (
@@ -110,8 +110,6 @@ class Decider(ABC):
             bound = 1 + max(least, SURE_ERRORS * speeds.error)
         if now_ns > bound * wanted_ns:
             return True
-        if wanted_ns > (1 + least) * now_ns:
-            return False
         return any(
             kept_share(wanted, half, rank) > bound * kept_share(self._in_force, half, rank)
             for rank, ratio in self._ratios.items()

@@ -24,10 +24,12 @@ def resize_ratios(
 ) -> dict[int, float]:
     """Of each straggler. ZERO-resizing to a target time: gamma = clip((T - T*) / M, 0, max_ratio), T at ratio 0.
 
-    T* is the time of ranks that are no stragglers, or the mean of all before balancing.
+    T* is the time of ranks that are no stragglers, or the mean of all before balancing. A rank for which that is less
+    than pruning takes beside does not prune.
     """
     if conf.ratio is not None:
         return budget.of_all(speeds.stragglers, conf.ratio)
     times = speeds.even_ns(work)
     goal_ns = min(times) if conf.goal is Goal.fastest else sum(times) / len(times)
-    return budget.to_level({rank: times[rank] for rank in speeds.stragglers}, goal_ns)
+    found = budget.to_level({rank: times[rank] for rank in speeds.stragglers}, goal_ns)
+    return {rank: ratio for rank, ratio in found.items() if ratio > speeds.overhead}

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .assignment import moves
-from .costs import HalfTimes, MovementCost, block_ns, half_times
+from .costs import HalfTimes, MovementCost, beside_pruned, block_ns, half_times
 from .policy import Half, Migrate
 from .speeds import Speeds
 from .split import Lending, lend
@@ -92,16 +92,16 @@ class Search:
         self, half: Half, ratios: Mapping[int, float], shares: Sequence[float]
     ) -> list[tuple[Lending, HalfTimes, int]]:
         work, cost = self._work, self._movement.get(half, MovementCost())
-        unit_ns = [
-            time_ns * (1 - ratios.get(rank, 0.0)) for rank, time_ns in enumerate(self._speeds.unit_ns[half])
-        ]
+        kept = [1 - ratios.get(rank, 0.0) for rank in range(work.ranks)]
+        unit_ns = [time_ns * share for time_ns, share in zip(self._speeds.unit_ns[half], kept, strict=True)]
+        beside = [beside_pruned(work, half, share, self._speeds.overhead) for share in kept]
         # a rank that computed nothing at all would never be seen to recover
         at_least = int(half is Half.ffn or work.by_columns)
-        lendings = lend(unit_ns, work.units[half], self._room[half], shares, at_least=at_least)
+        lendings = lend(unit_ns, work.units[half], self._room[half], shares, at_least=at_least, beside=beside)
         return [
             (
                 lending,
-                half_times(work, half, unit_ns, lending, cost),
+                half_times(work, half, unit_ns, lending, cost, beside),
                 sum(lending.lent) * work.unit_bytes(half),
             )
             for lending in dict.fromkeys(lendings)

@@ -32,6 +32,12 @@ ENTER_DEVIATIONS = (3.0, 2.5)
 LOWEST_DEVIATIONS = 4.0  # the same against one rank alone, which is the lowest of several noisy numbers
 LEAVE_DEVIATIONS = 1.5  # beyond half of the slack, for a straggler to stay one
 SETTLED_DEVIATIONS = 1.5  # beyond which a second measurement after a change replaces the first
+# What a rank that prunes takes beyond its share of columns, which are gathered and scattered: of the time of all of its
+# own units, be they lent or not, for its input has the same size. A guess (a simulated V100 takes 0.034), and how far
+# off it may be, until ranks that begin to prune show it.
+OVERHEAD, OVERHEAD_DOUBT = 0.04, 0.1
+LIKELY_OVERHEAD = 0.3  # what is above it is rather a change of speed
+LEAST_STEP = 0.05  # of the columns that are kept, to learn from
 CLIP = 2.0  # deviations beyond it count as it in the estimate of noise, so that a change is no noise
 CLIPPED_VARIANCE = 0.92  # of a normal variable of variance 1, cut off there
 
@@ -46,12 +52,14 @@ class Speeds:
         unit_ns: [ranks] for each half: what a unit of all blocks takes in one step, nothing pruned. Ranks that are no
             stragglers have the same.
         stragglers: Ascending.
+        overhead: What a rank that prunes takes beyond its share of columns, by the time of its own units unpruned.
         error: Standard error of the ratio of a straggler's time to that of the others; the largest.
         fresh: Whether of some rank nothing but the last measurement is known: its speed has just changed.
     """
 
     unit_ns: Mapping[Half, tuple[float, ...]]
     stragglers: tuple[int, ...]
+    overhead: float
     error: float
     fresh: bool
 
@@ -60,6 +68,30 @@ class Speeds:
         return tuple(
             sum(work.units[half] * self.unit_ns[half][rank] for half in HALVES) for rank in range(work.ranks)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What ranks did when they were measured.
+
+    Args:
+        share: [halves, ranks], of the work of a rank's own units, nothing pruned.
+        kept: [halves, ranks], of the columns; 1: nothing was pruned.
+    """
+
+    share: Logs
+    kept: Logs
+
+    def log_work(self, overhead: float) -> Logs:
+        """NaN of a rank that did nothing."""
+        work = self.share + np.where(self.kept < 1, overhead, 0.0)
+        return np.log(np.where(work > 0, work, np.nan))
+
+    def log_change(self, was: float, overhead: float) -> Logs:
+        """What speeds change by where another overhead is taken off: 0 but of ranks that prune."""
+        pruned = self.kept < 1
+        shares = np.where(pruned, self.share, 1.0)
+        return np.where(pruned, np.log((shares + was) / (shares + overhead)), 0.0)
 
 
 class SpeedTracker:
@@ -76,6 +108,8 @@ class SpeedTracker:
         self._weights = np.array(flop) / sum(flop)  # [halves]
         self._slack = math.log1p(slack)
         self._rows: list[Logs] = []  # what befell all ranks taken off; NaN where a rank has changed since
+        self._done: list[Done] = []  # of each row
+        self._overhead = OVERHEAD
         self._common = 0.0  # what was taken off the last
         self._unsettled: frozenset[int] = (
             frozenset()
@@ -92,7 +126,8 @@ class SpeedTracker:
         Raises:
             ValueError: If it is not of as many ranks as the group has.
         """
-        self._take(self._logs(event, assignment))
+        ranks = range(self._work.ranks)
+        self._take(*self._measured(event, assignment))
         ranks = range(self._work.ranks)
         mean, counts = _mean(self._rows), _counts(self._rows)
         errors = [self._noise / math.sqrt(count) for count in counts]
@@ -106,24 +141,29 @@ class SpeedTracker:
         }
         of_group = math.sqrt(sum(errors[rank] ** 2 for rank in group)) / len(group)
         error = max((math.hypot(errors[rank], of_group) for rank in self._stragglers), default=of_group)
-        return Speeds(unit_ns, tuple(sorted(self._stragglers)), error, fresh=min(counts) == 1)
+        stragglers = tuple(sorted(self._stragglers))
+        return Speeds(unit_ns, stragglers, self._overhead, error, fresh=min(counts) == 1)
 
     # ---- what is measured
 
-    def _logs(self, event: GroupMeasured, assignment: Assignment) -> Logs:
-        ranks = self._work.ranks
-        logs = np.full((len(HALVES), ranks), np.nan)
-        for i, half in enumerate(HALVES):
-            times = event.time_ns(half)
-            if len(times) != ranks:
+    def _measured(self, event: GroupMeasured, assignment: Assignment) -> tuple[Logs, "Done"]:
+        work = self._work
+        ranks = range(work.ranks)
+        for half in HALVES:
+            if len(times := event.time_ns(half)) != work.ranks:
                 raise ValueError(
-                    f"{half.value}_ns of step {event.step} has {len(times)} times: must have {ranks}, one for each rank"
+                    f"{half.value}_ns of step {event.step} has {len(times)} times: must have {work.ranks}, one "
+                    "for each rank"
                 )
-            for rank, time_ns in enumerate(times):
-                work = assignment.computed(half, rank) * kept_share(assignment, half, rank)
-                if work > 0:
-                    logs[i, rank] = math.log(max(1, time_ns) / work)
-        return self._filled(logs)
+        computed = np.array(
+            [[assignment.computed(half, rank) / work.units[half] for rank in ranks] for half in HALVES]
+        )
+        kept = np.array([[kept_share(assignment, half, rank) for rank in ranks] for half in HALVES])
+        kept = np.where(computed > 0, kept, 1.0)
+        done = Done(computed * kept, kept)
+        units = np.array([[work.units[half]] for half in HALVES])
+        times_ns = np.maximum(np.array([event.time_ns(half) for half in HALVES], dtype=np.float64), 1.0)
+        return self._filled(np.log(times_ns / units) - done.log_work(self._overhead)), done
 
     def _filled(self, logs: Logs) -> Logs:
         """Without gaps: a rank that computed nothing of a half is as slow there as in the other."""
@@ -150,11 +190,12 @@ class SpeedTracker:
         pooled: list[float] = (self._weights @ logs).tolist()
         return pooled
 
-    def _take(self, logs: Logs) -> None:
+    def _take(self, logs: Logs, done: Done) -> None:
         everyone = frozenset(range(self._work.ranks))
         if not self._rows:
-            self._rows, self._unsettled = [logs], everyone
+            self._rows, self._done, self._unsettled = [logs], [done], everyone
             return
+        logs = self._learn_overhead(logs, done)
         mean = _mean(self._rows)
         self._common = median(self._pooled(logs - mean))
         row = logs - self._common
@@ -168,6 +209,7 @@ class SpeedTracker:
                 changed[rank] = 1
         unsettled = {rank for rank, last in changed.items() if last == 1 and rank not in self._unsettled}
         self._rows = _without(rows, changed)[-WINDOW:]
+        self._done = [*self._done, done][-WINDOW:]
         self._unsettled = frozenset(unsettled)
 
     @property
@@ -191,6 +233,54 @@ class SpeedTracker:
                 if abs(by) > max(noise, self._slack / 2) * self._relative:
                     changed[rank] = last
         return changed
+
+    def _learn_overhead(self, logs: Logs, done: Done) -> Logs:
+        """Of ranks that prune otherwise than before: they are as fast as they were.
+
+        Returns:
+            The measurement as it is with what was learned; so are the rows.
+        """
+        before, after = self._done[-1], done
+        shares = [self._pooled(each.share) for each in (before, after)]
+        kept = [self._pooled(each.kept) for each in (before, after)]
+        ranks = range(self._work.ranks)
+        moved = [rank for rank in ranks if abs(kept[1][rank] - kept[0][rank]) > LEAST_STEP]
+        if not moved:
+            return logs
+        unlike = self._pooled(logs - _mean(self._rows))
+        common = median([by for rank, by in enumerate(unlike) if rank not in moved] or unlike)
+        counts = _counts(self._rows)
+        precision = OVERHEAD_DOUBT**-2
+        total = self._overhead * precision
+        for rank in moved:
+            # a rank of which little is known may have changed its speed as well
+            unsettled = rank in self._unsettled
+            noise = 2 * max(self._noise, PRIOR_NOISE) if unsettled else self._noise
+            noise *= math.sqrt(1 + 1 / counts[rank])
+            (first, second), pruned = (each[rank] for each in shares), [each[rank] < 1 for each in kept]
+            spent = [share + self._overhead * was for share, was in zip((first, second), pruned, strict=True)]
+            if not min(spent):
+                continue
+            ratio = math.exp(unlike[rank] - common) * spent[1] / spent[0]  # of the times of both
+            if not pruned[1]:
+                found, doubt = second / ratio - first, noise * second / ratio
+            elif not pruned[0]:
+                found, doubt = ratio * first - second, noise * ratio * first
+            elif abs(ratio - 1) > LEAST_STEP and abs(first - second) > LEAST_STEP:
+                found = (second - ratio * first) / (ratio - 1)
+                doubt = abs(first - second) / (ratio - 1) ** 2 * noise * ratio
+            else:
+                continue
+            if unsettled:
+                found = min(found, LIKELY_OVERHEAD)
+            precision += doubt**-2
+            total += found * doubt**-2
+        was, self._overhead = self._overhead, max(0.0, total / precision)
+        self._rows = [
+            row + each.log_change(was, self._overhead)
+            for row, each in zip(self._rows, self._done, strict=True)
+        ]
+        return logs + done.log_change(was, self._overhead)
 
     def _learn_noise(self, unlike: Sequence[float], counts: Sequence[int]) -> None:
         limit = CLIP * self._noise

@@ -57,6 +57,7 @@ def lend(
     shares: Sequence[float] = (1.0,),
     *,
     at_least: int = 0,
+    beside: Sequence[float] | None = None,
 ) -> list[Lending]:
     """What ranks of `own` units each lend and borrow for the earliest end, or for a part of the way to it.
 
@@ -68,36 +69,53 @@ def lend(
         shares: Of the time that an even split takes longer than the best: what of it is gained, at the least. For
             each, an answer.
         at_least: Units that each rank keeps, if it has them.
+        beside: [ranks], what else a rank does, in the time of so many units.
     """
-    even_ns = own * max(unit_ns)
-    best = split_units(unit_ns, own * len(unit_ns), [own + units for units in room])
-    best_ns = max(time * units for time, units in zip(unit_ns, best, strict=True))
+    if beside is None:
+        beside = [0.0] * len(unit_ns)
+    even_ns = max(time * (own + more) for time, more in zip(unit_ns, beside, strict=True))
+    best = _fill(unit_ns, beside, [own + units for units in room], own * len(unit_ns))
+    best_ns = max(time * (units + more) for time, units, more in zip(unit_ns, best, beside, strict=True))
     return [
         _lend_to_level(
-            unit_ns, own, room, (even_ns - share * (even_ns - best_ns)) * (1 + ROUNDING), min(own, at_least)
+            unit_ns,
+            own,
+            room,
+            (even_ns - share * (even_ns - best_ns)) * (1 + ROUNDING),
+            min(own, at_least),
+            beside,
         )
         for share in shares
     ]
 
 
 def _lend_to_level(
-    unit_ns: Sequence[float], own: int, room: Sequence[int], level: float, at_least: int
+    unit_ns: Sequence[float],
+    own: int,
+    room: Sequence[int],
+    level: float,
+    at_least: int,
+    beside: Sequence[float],
 ) -> Lending:
     """Such that no rank takes longer than `level`, which is no earlier than the best."""
-    lent = [max(0, own - max(at_least, int(level / time))) for time in unit_ns]
+    lent = [
+        max(0, own - max(at_least, int(level / time - more)))
+        for time, more in zip(unit_ns, beside, strict=True)
+    ]
     moved = sum(lent)
     borrowed = [0] * len(unit_ns)
     if not moved:
         return Lending(tuple(lent), tuple(borrowed))
     helpers = [rank for rank, units in enumerate(lent) if not units]
     times, rooms = [unit_ns[rank] for rank in helpers], [room[rank] for rank in helpers]
-    loads = _fill(times, [own] * len(helpers), rooms, moved)
-    until = max(time * (own + units) for time, units in zip(times, loads, strict=True) if units)
+    base = [own + beside[rank] for rank in helpers]
+    loads = _fill(times, base, rooms, moved)
+    until = max(time * (has + more) for time, has, more in zip(times, base, loads, strict=True) if more)
     until *= 1 + ROUNDING
     # Until then some have room for more than others. Who has most comes first, so that few get a message.
     open_units = {
-        rank: min(limit, int(until / time) - own)
-        for rank, time, limit in zip(helpers, times, rooms, strict=True)
+        rank: min(limit, int(until / time - has))
+        for rank, time, limit, has in zip(helpers, times, rooms, base, strict=True)
     }
     for rank in sorted(helpers, key=lambda rank: (-open_units[rank], rank)):
         borrowed[rank] = max(0, min(moved, open_units[rank]))
@@ -147,7 +165,7 @@ def lossless_ceiling(slowness: Sequence[float], work: BlockWork | None = None) -
     return even / best
 
 
-def _fill(unit_ns: Sequence[float], base: Sequence[int], room: Sequence[int], amount: int) -> list[int]:
+def _fill(unit_ns: Sequence[float], base: Sequence[float], room: Sequence[int], amount: int) -> list[int]:
     """Units that each rank gets on top of `base`, `amount` in all: the largest time is the smallest that can be.
 
     Whole units are given one by one to whoever would have done with it first, the lowest rank of several; that is
@@ -166,7 +184,7 @@ def _fill(unit_ns: Sequence[float], base: Sequence[int], room: Sequence[int], am
         for i in active:
             added[i] = 0
         while True:  # without those that have more to do already than the level
-            units, rate = left, 0.0
+            units, rate = float(left), 0.0
             for i in active:
                 units += base[i]
                 rate += 1 / unit_ns[i]
@@ -176,7 +194,7 @@ def _fill(unit_ns: Sequence[float], base: Sequence[int], room: Sequence[int], am
                 break
             active = below
         for i in active:
-            added[i] = max(0, int(level / unit_ns[i]) - base[i])
+            added[i] = max(0, int(level / unit_ns[i] - base[i]))
         over = [i for i in active if added[i] >= room[i]]
         if not over:
             break

@@ -21,6 +21,7 @@ from twinbed.policies.balance.costs import predicted_ns
 from twinbed.policies.balance.speeds import kept_share
 
 PLENTY = 1 << 40  # bytes
+OVERHEAD = 0.04  # of ranks that prune, by the time of their own units
 
 
 def work_of(ranks: int, *, heads: int = 64, blocks: int = 2, hidden: int = 1024) -> BlockWork:
@@ -36,19 +37,27 @@ def measured(
     noise: float = 0.0,
     rng: np.random.Generator | None = None,
     free_bytes: int = PLENTY,
+    overhead: float = OVERHEAD,
 ) -> GroupMeasured:
-    """Times in proportion to what each rank computed; each is off by its own noise (a standard deviation)."""
+    """Times in proportion to what each rank computed, and what pruning takes beside.
+
+    Args:
+        noise: Standard deviation of each rank's own.
+    """
     work = assignment.work
     times = []
     for half in Half:
         off = np.ones(work.ranks) if rng is None else np.maximum(0.3, 1 + noise * rng.normal(size=work.ranks))
+        shares = [kept_share(assignment, half, rank) for rank in range(work.ranks)]
         times.append(
             tuple(
                 round(
                     slow
                     * off[rank]
-                    * assignment.computed(half, rank)
-                    * kept_share(assignment, half, rank)
+                    * (
+                        assignment.computed(half, rank) * shares[rank]
+                        + (overhead * work.units[half] if shares[rank] < 1 else 0)
+                    )
                     * work.unit_flop[half]
                     * 1e-2
                 )
@@ -67,6 +76,7 @@ class Group:
     noise: float = 0.0
     seed: int = 0
     free_bytes: int = PLENTY
+    overhead: float = OVERHEAD
     log: list[tuple[BalanceEvent, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -92,6 +102,7 @@ class Group:
                 noise=self.noise,
                 rng=self._rng,
                 free_bytes=self.free_bytes,
+                overhead=self.overhead,
             )
         )
 
@@ -103,4 +114,4 @@ class Group:
         """Of products over an even split, by real speeds, movement free."""
         unit_ns = {half: [slow * self.work.unit_flop[half] for slow in slowness] for half in Half}
         even = predicted_ns(Assignment(self.work), unit_ns, {})
-        return even / predicted_ns(self.assignment, unit_ns, {})
+        return even / predicted_ns(self.assignment, unit_ns, {}, self.overhead)

@@ -5,7 +5,6 @@ around tensor groups.
 import json
 import time
 from dataclasses import asdict, replace
-from functools import partial
 
 import pytest
 
@@ -20,9 +19,7 @@ from twinbed.conf.schema import (
     OptimizerConf,
     Selection,
     SlowdownBy,
-    Target,
     TrainConf,
-    Way,
 )
 from twinbed.policies.balance import (
     ChangesMeasured,
@@ -34,8 +31,7 @@ from twinbed.policies.balance import (
     describe_balance_actions,
     parse_balance_event,
 )
-from twinbed.policies.comm import build_comm
-from twinbed.sim.simulate import check_plans, simulate
+from twinbed.sim.simulate import simulate
 
 DEVICE = DeviceConf(flop_per_s=1e12, memory_Bps=1e11, launch_ns=1_000)
 LAYOUTS = {
@@ -262,6 +258,7 @@ def test_groups_without_recorded_events_decide_by_themselves(make, spec_of, scri
             d.action,
         )
         for d in record.decisions
+        if d.rank == 0
     ]
     made, factory = scripted({})
     faster = replace(experiment, cluster=replace(experiment.cluster, emulated_flops_per_s=2e8))
@@ -269,6 +266,7 @@ def test_groups_without_recorded_events_decide_by_themselves(make, spec_of, scri
     told, measured = (
         next(event for event in policy.events if isinstance(event, GroupMeasured)) for policy in made
     )
+    assert {d.rank for d in record.decisions} == {0, 2}
     assert told.ffn_ns[0] == pytest.approx(2 * measured.ffn_ns[0], rel=1e-3)
 
 
@@ -408,15 +406,6 @@ def test_a_resizing_policy_moves_nothing(make, spec_of, scripted):
     _, factory = scripted({1: (Migrate(0, 1, Half.ffn, 1),)})
     with pytest.raises(ValueError, match="migrates with balance=resize: use balance=migrate"):
         simulate(make(4, balance_name="resize"), spec=spec_of(), make_balance=factory)
-
-
-@pytest.mark.parametrize("way", [Way.broadcast, Way.scatter])
-def test_ways_that_are_not_there_are_refused(make, spec_of, way):
-    experiment = make(4, balance_way=way, target=Target.both)
-    policy, _ = build_comm(experiment.comm, num_ranks=1, ranks_per_node=1)
-    for refuses in (simulate, partial(check_plans, policy=policy)):  # the latter before any rank starts
-        with pytest.raises(ValueError, match=f"balance.way={way.value} with balance=migrate"):
-            refuses(experiment, spec=spec_of())
 
 
 def test_a_helper_that_dies_while_it_is_lent_units_is_named(make, spec_of, scripted):
