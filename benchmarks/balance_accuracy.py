@@ -23,7 +23,7 @@ from twinbed.runtime.launcher import launch_local
 SEEDS = 5
 EPOCHS, PICTURES, BATCH = 8, 12_000, 128
 RATIOS = (0.25, 0.5, 0.75)
-CHI = 4
+CHI = 2
 MODEL = (
     "target=runtime",
     "cluster.nodes=1",
@@ -63,7 +63,7 @@ TIMED = (
 def ways() -> dict[str, tuple[str, ...]]:
     """Name -> keys: "resize priority zero 0.5", ..."""
     found: dict[str, tuple[str, ...]] = {"none": (), "migrate": ("balance=migrate",)}
-    kinds = [("random", "zero"), ("contiguous", "zero"), ("priority", "zero"), ("differentiated", "zero")]
+    kinds = [("random", "zero"), ("priority", "zero"), ("differentiated", "zero")]
     kinds += [("priority", "average"), ("priority", "same")]
     for selection, imputation in kinds:
         for ratio in RATIOS:
