@@ -9,7 +9,7 @@ from .record import Record
 _EVENTS = ("GroupMeasured(", "ReplicasMeasured(", "StagesMeasured(")
 _MIGRATE = re.compile(r"migrate (\d+) (\w+) from (\d+) to \d+")
 _PRUNE = re.compile(r"prune rank (\d+) by ([\d.]+)(?: in (\S+))?")
-_UNITS = {"attention": "key heads", "ffn": "hidden features"}
+_UNITS = {"attention": "key head", "ffn": "hidden feature"}
 KEPT = "keep"
 
 
@@ -73,8 +73,12 @@ def _rank_in_words(action: str, rank: int, units: str | None) -> str:
             f"lends {' and '.join(f'{count} {half} units' for half, count in lent.items())} ({units})"
         )
     elif lent:
-        told.append(f"lends {' and '.join(f'{count} {_UNITS[half]}' for half, count in lent.items())}")
+        told.append(f"lends {' and '.join(_many(count, _UNITS[half]) for half, count in lent.items())}")
     if ratios:
         low, high = min(ratios), max(ratios)
         told.append(f"leaves {low:.2g}{'' if low == high else f' to {high:.2g}'} of its columns out")
     return f"rank {rank} {' and '.join(told)}"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"

@@ -143,7 +143,7 @@ def test_a_balanced_run_says_what_ranks_do_at_its_end(make_record: Make) -> None
     events = ("MovementTimed(half=ffn)", *(f"GroupMeasured(step={step})" for step in (2, 4, 6)))
     told = balanced(make_record, "semi", list(zip(events, ("keep", "nothing", actions, "keep"), strict=True)))
     assert told == (
-        "  balance=semi: 2 changes; at the end rank 1 leaves 0.25 to 0.5 of its columns out; rank 3 lends 1 key heads "
+        "  balance=semi: 2 changes; at the end rank 1 leaves 0.25 to 0.5 of its columns out; rank 3 lends 1 key head "
         "and 42 hidden features; its products are predicted 2.50 times as fast as an even split's"
     )
     told = balanced(make_record, "resize", [("GroupMeasured(step=2)", "keep")])
