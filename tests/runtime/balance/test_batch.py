@@ -31,7 +31,7 @@ MODELS = {
 DROPOUT = "train.dropout=0.2"
 # After steps 1 and 3 (the period is 1 step), of the two replicas' 3 sequences each
 SHARES = {"1": (5, 1), "3": (2, 4)}
-STEPS = 20
+STEPS = 6
 LAYOUTS = {
     "ddp": ("comm=ddp",),
     "ps": ("comm=ps",),
