@@ -150,7 +150,7 @@ def test_a_replica_at_half_speed_takes_half(tmp_path):
     """Ranks are slept out to their rates. Without memory to take more nobody does."""
     keys = (*SMALL, *MODELS["gpt"], "batch.micro=6", "comm=zero3", "steps=8")
     balanced = ("balance=batch", "balance.period=2")
-    slow = {"rates": [2e7, 1e7]}
+    slow = {"rates": [6e7, 3e7]}
     found = launch(
         tmp_path,
         2,
