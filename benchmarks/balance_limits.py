@@ -277,14 +277,14 @@ def measured(folder: Path) -> bool:
         for chi, policy in itertools.product(CHI, POLICIES)
     ]
     print(
-        f"{'slow':>4} {'policy':8} {'whole':>6} {'units':>6} {'reached':>7} {'share':>6} {'step':>7} {'steps':>6} {'share':>6} "
-        f"{'of equal':>8} {'overhead':>8}  in force"
+        f"{'slow':>4} {'policy':8} {'whole':>6} {'units':>6} {'reached':>7} {'share':>6} {'step':>7} {'steps':>6} "
+        f"{'share':>6} {'of equal':>8} {'overhead':>8}  in force"
     )
     for row in rows:
         print(
             f"{row.slow:>4} {row.policy:8} {row.fractional:6.2f} {row.integral:6.2f} {row.products:7.2f} "
-            f"{row.share:6.1%} {row.step_s:6.3f}s {row.steps:6.2f} {row.steps_share:6.1%} {row.against_equal:8.2f} {row.overhead:8.2%}  "
-            f"{row.actions}"
+            f"{row.share:6.1%} {row.step_s:6.3f}s {row.steps:6.2f} {row.steps_share:6.1%} "
+            f"{row.against_equal:8.2f} {row.overhead:8.2%}  {row.actions}"
         )
     write_csv(folder / "runtime.csv", Measured, rows)
     least = min(row.share for row in rows if row.policy == "migrate")
@@ -324,10 +324,8 @@ def measured_row(
 
 def settled_s(result: Mapping[str, Any]) -> float:
     """Median step of the last period."""
-    steps = (
-        result["balance"]["groups"][0]["periods"][-1]["step"]
-        - result["balance"]["groups"][0]["periods"][-2]["step"]
-    )
+    before, last = (period["step"] for period in result["balance"]["groups"][0]["periods"][-2:])
+    steps = last - before
     return statistics.median(result["iterations_s"][-steps:])
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -150,6 +151,6 @@ def test_noise_does_not_make_it_flap(
         )
         assert len(in_force) == PERIODS + 1
         assert all(each != "nothing" for each in in_force)  # one measurement is enough for such a straggler
-        changes.append(sum(now != before for before, now in zip(in_force, in_force[1:], strict=False)))
+        changes.append(sum(now != before for before, now in pairwise(in_force)))
     assert max(changes) <= MOST_CHANGES[name], changes
     assert changes.count(0) >= SEEDS / 2, changes
