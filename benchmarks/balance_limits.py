@@ -7,7 +7,7 @@ features of the paired way, shares of columns of the others). Reached are the pr
 those with what is in force, each half of a block as long as its slowest rank. Movement that does not hide is in no
 product, so a second figure is taken from whole steps: as if all that they got shorter had been got off the products.
 
-The part "runtime" wants a quiet machine; it starts four ranks, and takes four minutes. Exit code 1 if the paired way
+The part "runtime" wants a quiet machine; it starts four ranks, and takes five minutes. Exit code 1 if the paired way
 misses 95% of its ceiling with communication free, or the runtime 80%.
 """
 
