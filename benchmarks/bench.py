@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
+import balance_limits
 import chunks
 import codec_speed
 import convergence
@@ -27,6 +28,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[], object]]] = {
     "offload": ("offload to disk", offload.main),
     "overhead": ("cost of the policy path", overhead.main),
     "prediction": ("truth of the predictions", lambda: prediction.main([])),
+    "balance": ("balancing against its limits", lambda: balance_limits.main([])),
     "layouts": ("truth of the predictions of layouts", lambda: layouts.main([])),
     "convergence": ("convergence under quantization", lambda: convergence.main([])),
 }
