@@ -4,10 +4,12 @@ A unit's weights and biases lie side by side, one row for each unit. Each stragg
 block's half, and gets the gradients back once a backward pass; both run beside computation.
 """
 
+from collections.abc import Sequence
+
 from ..mesh import TENSOR
 from ..plan import Gather, Plan, Scatter
-from .assignment import Assignment
-from .policy import Half
+from .assignment import Assignment, moves
+from .policy import Half, Migrate
 from .work import BlockWork
 
 LEND_STREAM = "lend"
@@ -34,19 +36,29 @@ def lend_plans(assignment: Assignment, half: Half) -> tuple[Plan, ...]:
     )
 
 
-def pretest_parts(work: BlockWork, half: Half) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Before the first step the first rank of a group lends so many units to each, twice: first few, at most one to
-    each; then half of what it has, but two where there are two. Of one unit both are that one.
+def pretest_moves(work: BlockWork, half: Half) -> tuple[tuple[Migrate, ...], ...]:
+    """What is moved before the first step, one after the other: the first rank of a group lends few units, at most one
+    to each; then half of what it has, but two where there are two (of one unit both are that one). Of four ranks or
+    more the first two then lend as many each, to ranks of their own: whether that takes longer than one of them alone.
     """
-    own, helpers = work.units[half], work.ranks - 1
+    own, ranks = work.units[half], work.ranks
     many = min(own, max(2, own // 2))
-    few = max(1, min(helpers, many // 2))
-    return _spread(few, helpers), _spread(many, helpers)
+    few = max(1, min(ranks - 1, many // 2))
+    found = [_spread(half, 0, units, range(1, ranks)) for units in (few, many)]
+    if ranks >= 4:
+        middle = ranks // 2 + 1
+        first, second = range(2, middle), range(middle, ranks)
+        found.append((*_spread(half, 0, many, first), *_spread(half, 1, many, second)))
+    return tuple(found)
 
 
-def _spread(units: int, helpers: int) -> tuple[int, ...]:
-    """As evenly as they go, the lower ranks first."""
-    return (0, *(units // helpers + (place < units % helpers) for place in range(helpers)))
+def _spread(half: Half, src: int, units: int, helpers: Sequence[int]) -> tuple[Migrate, ...]:
+    """As evenly as they go, the first helpers first."""
+    each, more = divmod(units, len(helpers))
+    parts = [0] * (max(helpers) + 1)
+    for place, helper in enumerate(helpers):
+        parts[helper] = each + (place < more)
+    return tuple(moves(half, src, parts))
 
 
 def return_plans(assignment: Assignment, half: Half) -> tuple[Plan, ...]:

@@ -27,19 +27,21 @@ from twinbed.policies.balance import (
     describe_balance_actions,
     describe_balance_event,
     parse_balance_event,
+    pretest_moves,
 )
 from twinbed.policies.balance.budget import AccuracyBudget
 from twinbed.policies.balance.build import build_balance
 from twinbed.policies.balance.costs import (
     HalfTimes,
     MovementCost,
+    all_reduce_ns,
     block_ns,
     fit_movement,
     predicted_ns,
 )
 from twinbed.policies.balance.differentiated import differentiated
 from twinbed.policies.balance.speeds import kept_shares
-from twinbed.policies.balance.split import lossless_ceiling
+from twinbed.policies.balance.split import Lending, lossless_ceiling
 
 from .balance_group import Group, work_of
 
@@ -205,9 +207,34 @@ def test_movement_is_a_line() -> None:
     assert fit_movement(MovementTimed(Half.ffn, (10, 110), (1_500, 6_500))) == MovementCost(1_000, 50)
     assert fit_movement(MovementTimed(Half.ffn, (1, 1), (300, 500))) == MovementCost(0, 400)
     assert fit_movement(MovementTimed(Half.ffn, (1, 9), (300, 200))) == MovementCost(300, 0)  # noise
-    assert MovementCost(1_000, 50).one_way_ns((0, 20, 0, 40)) == (1_000 + 50 * 20 + 1_000 + 50 * 40) / 2
     with pytest.raises(ValueError, match="at least one unit"):
         fit_movement(MovementTimed(Half.ffn, (0, 9), (300, 200)))
+
+
+def test_several_that_lend_share_links_or_do_not() -> None:
+    lending = Lending((0, 20, 0, 40), (35, 0, 25, 0))
+    in_turn, longest = 1_000 + 50 * 20 + 1_000 + 50 * 40, 1_000 + 50 * 40
+    for together_ns, shared in ((0, 1), (13_000, 1), (20_000, 1), (6_500, 0), (6_000, 0), (9_750, 0.5)):
+        cost = fit_movement(MovementTimed(Half.ffn, (10, 110), (1_500, 6_500), together_ns))
+        assert cost == MovementCost(1_000, 50, shared)
+        assert cost.one_way_ns(lending) == (longest + shared * (in_turn - longest)) / 2
+    # what comes to one rank is on its links
+    assert MovementCost(1_000, 50, 0).one_way_ns(Lending((20, 40, 0), (0, 0, 60))) == (1_000 + 50 * 60) / 2
+    assert MovementCost(1_000, 50).one_way_ns(Lending((0, 0), (0, 0))) == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
+def test_what_the_pretest_moves(ranks: int) -> None:
+    work = work_of(ranks, heads=2 * ranks, hidden=64 * ranks)
+    for half in Half:
+        few, many, *together = (Assignment(work, moves) for moves in pretest_moves(work, half))
+        most = max(2, work.units[half] // 2)
+        assert sum(few.lent(half, 0)) <= sum(many.lent(half, 0)) == most
+        assert max(few.lent(half, 0)) == 1
+        assert len(together) == (ranks >= 4)
+        for both in together:
+            assert [sum(both.lent(half, rank)) for rank in range(ranks)] == [most] * 2 + [0] * (ranks - 2)
+            assert not any(a and b for a, b in zip(both.lent(half, 0), both.lent(half, 1), strict=True))
 
 
 def test_what_of_movement_hides() -> None:
@@ -226,6 +253,31 @@ def test_what_of_movement_hides() -> None:
     assert block_ns(HalfTimes(300, 300, 500), HalfTimes(300, 300, 700), ahead=True) == pytest.approx(
         1_200 + 200 + 700 + 500
     )
+
+
+def test_movement_holds_up_all_reduces() -> None:
+    def alike(move_ns: float, reduce_ns: float, *, ahead: bool = True) -> float:
+        return block_ns(
+            HalfTimes(300, 300, 0), HalfTimes(300, 300, move_ns), ahead=ahead, reduce_ns=reduce_ns
+        )
+
+    for ahead in (False, True):
+        # behind attention's forward; in backward it meets the all-reduce at once
+        assert alike(60, 1_000, ahead=ahead) == pytest.approx(660)
+        # 40 of 140 meet the first all-reduce, and all of it that of the FFN's backward
+        assert alike(140, 1_000, ahead=ahead) == pytest.approx(600 + 40 + 140)
+        # who reduces still gets a part of the link
+        assert alike(140, 10, ahead=ahead) == pytest.approx(600 + (30 if ahead else 40) + 30)
+        assert alike(140, 0, ahead=ahead) == pytest.approx(600 + (0 if ahead else 40))
+
+
+def test_an_all_reduce_takes_what_movement_tells_of_the_links() -> None:
+    work = work_of(8)
+    byte_ns = 0.5
+    movement = {half: MovementCost(500, 2 * byte_ns * work.unit_bytes(half)) for half in Half}
+    nbytes = 8 * 64 * 1024 * 4  # of the activation
+    assert all_reduce_ns(work, movement) == pytest.approx(2 * 7 / 8 * nbytes * byte_ns)
+    assert all_reduce_ns(work, {}) == 0
 
 
 @pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
