@@ -38,13 +38,14 @@ class MovementCost:
 
 
 def fit_movement(timed: MovementTimed) -> MovementCost:
-    """The line through two timed movements, no part of which falls; and how much longer two ranks at once took."""
+    """The line through two timed movements, no part of which falls; and how much longer several ranks at once took."""
     (few, many), (few_ns, many_ns) = timed.units, timed.time_ns
     if min(few, many) < 1 or min(few_ns, many_ns) < 0:
         raise ValueError(f"{timed}: must be of at least one unit and 0 ns")
     shared = 1.0
-    if timed.together_ns:
-        shared = min(1.0, max(0.0, timed.together_ns / max(1, many_ns) - 1))
+    if timed.lenders > 1:
+        shared = (timed.together_ns / max(1, many_ns) - 1) / (timed.lenders - 1)
+        shared = min(1.0, max(0.0, shared))
     if few == many:
         return MovementCost(0.0, (few_ns + many_ns) / (few + many), shared)
     unit_ns = max(0.0, (many_ns - few_ns) / (many - few))

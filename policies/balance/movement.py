@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ..mesh import TENSOR
 from ..plan import Gather, Plan, Scatter
-from .assignment import Assignment, moves
+from .assignment import Assignment
 from .policy import Half, Migrate
 from .work import BlockWork
 
@@ -37,28 +37,28 @@ def lend_plans(assignment: Assignment, half: Half) -> tuple[Plan, ...]:
 
 
 def pretest_moves(work: BlockWork, half: Half) -> tuple[tuple[Migrate, ...], ...]:
-    """What is moved before the first step, one after the other: the first rank of a group lends few units, at most one
-    to each; then half of what it has, but two where there are two (of one unit both are that one). Of four ranks or
-    more the first two then lend as many each, to ranks of their own: whether that takes longer than one of them alone.
+    """What is moved before the first step, one after the other, between the two halves of a group: ranks that are far
+    from each other are in different ones.
+
+    The first rank lends few units to the second half, at most one to each; then half of what it has, but two where
+    there are two (of one unit both are that one). Of four ranks or more each of the first half then lends as many to
+    one of the second: whether they take longer than one alone.
     """
-    own, ranks = work.units[half], work.ranks
+    own, middle = work.units[half], work.ranks // 2
+    helpers = range(middle, work.ranks)
     many = min(own, max(2, own // 2))
-    few = max(1, min(ranks - 1, many // 2))
-    found = [_spread(half, 0, units, range(1, ranks)) for units in (few, many)]
-    if ranks >= 4:
-        middle = ranks // 2 + 1
-        first, second = range(2, middle), range(middle, ranks)
-        found.append((*_spread(half, 0, many, first), *_spread(half, 1, many, second)))
+    few = max(1, min(len(helpers), many // 2))
+    found = [_spread(half, units, helpers) for units in (few, many)]
+    if middle > 1:
+        found.append(tuple(Migrate(src, middle + src, half, many) for src in range(middle)))
     return tuple(found)
 
 
-def _spread(half: Half, src: int, units: int, helpers: Sequence[int]) -> tuple[Migrate, ...]:
-    """As evenly as they go, the first helpers first."""
+def _spread(half: Half, units: int, helpers: Sequence[int]) -> tuple[Migrate, ...]:
+    """Of the first rank, as evenly as they go, the lower helpers first."""
     each, more = divmod(units, len(helpers))
-    parts = [0] * (max(helpers) + 1)
-    for place, helper in enumerate(helpers):
-        parts[helper] = each + (place < more)
-    return tuple(moves(half, src, parts))
+    parts = (each + (place < more) for place in range(len(helpers)))
+    return tuple(Migrate(0, dst, half, part) for dst, part in zip(helpers, parts, strict=True) if part)
 
 
 def return_plans(assignment: Assignment, half: Half) -> tuple[Plan, ...]:

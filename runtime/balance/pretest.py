@@ -30,6 +30,7 @@ def time_movements(balanced: Balanced, *, device: torch.device) -> list[Movement
         for half in Half:
             moved = pretest_moves(balanced.work, half)
             few, many = (sum(action.units for action in moves) for moves in moved[:2])
+        lenders = len({action.src for action in moved[-1]})
             _move(balanced, half, moved[0], device)
             times_ns = []
             for moves in moved:
@@ -39,7 +40,9 @@ def time_movements(balanced: Balanced, *, device: torch.device) -> list[Movement
                 took = torch.tensor([time.monotonic_ns() - began_ns], device=device)
                 dist.all_reduce(took, dist.ReduceOp.MAX)
                 times_ns.append(int(took))
-            found.append(MovementTimed(half, (few, many), (times_ns[0], times_ns[1]), *times_ns[2:]))
+            found.append(
+                MovementTimed(half, (few, many), (times_ns[0], times_ns[1]), sum(times_ns[2:]), lenders)
+            )
     return found
 
 

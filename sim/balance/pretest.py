@@ -26,8 +26,9 @@ def movements_timed(work: BlockWork, mesh: Mesh, timed: Timed) -> tuple[Movement
     for half in Half:
         moved = pretest_moves(work, half)
         few, many = (sum(action.units for action in moves) for moves in moved[:2])
+        lenders = len({action.src for action in moved[-1]})
         times = [timed(Segment(0, False, _programs(work, mesh, half, moves))) for moves in moved]
-        found.append(MovementTimed(half, (few, many), (times[0], times[1]), *times[2:]))
+        found.append(MovementTimed(half, (few, many), (times[0], times[1]), sum(times[2:]), lenders))
     return tuple(found)
 
 
