@@ -7,8 +7,8 @@ budgets of accuracy; and two models on 4 A100 and 4 V100.
 
 What is compared: a policy predicts what all products of a step and the movement that does not hide take, with nothing
 done over with what is in force, when it decides. Of the simulation that is
-`products / (products - (step - step_with_policy))`: all that a policy saves or adds, taken off the slowest ranks' products
-of the first period. On whole steps both are `step / (step - what is saved)`. The naive prediction is the lossless
+`products / (products - (step - step_with_policy))`: all that a policy saves or adds, taken off the slowest ranks'
+products of the first period. On whole steps both are `step / (step - what is saved)`. The naive prediction is the lossless
 ceiling: whole units shared out best, movement free.
 """
 
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> bool:
     """Whether SEMI or its predictions miss what they must reach."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("output", nargs="?", default=str(FOLDER))
-    parser.add_argument("--layers", type=int, help="blocks of each model; null: its own number")
+    parser.add_argument("--layers", type=int, help="blocks of each model; by default as many as it has")
     given = parser.parse_args(arguments)
     folder = Path(given.output)
     folder.mkdir(parents=True, exist_ok=True)
@@ -202,7 +202,9 @@ def speedup_of(
     """The prediction is that of the decision by which what is in force at the end came to be."""
     actions = periods[-1]["actions"]
     tail = list(
-        itertools.takewhile(lambda each: each["actions"] == actions, sorted(periods, key=lambda p: -p["step"]))
+        itertools.takewhile(
+            lambda each: each["actions"] == actions, sorted(periods, key=lambda p: -p["step"])
+        )
     )
     predicted = tail[-1]["predicted_speedup"]
     saved_s = step_s - with_s
@@ -260,8 +262,8 @@ def run(composed: Composed, name: str, budget_points: float) -> tuple[float, lis
     key = (id(composed), name, budget_points)  # `experiment_of` keeps it
     if key not in _RUNS:
         budget = budget_points if name in ("resize", "semi") else None
-        conf = BalanceConf() if name == "none" else BalanceConf(
-            name=name, period=PERIOD, accuracy_budget=budget
+        conf = (
+            BalanceConf() if name == "none" else BalanceConf(name=name, period=PERIOD, accuracy_budget=budget)
         )
         record = simulate(replace(composed.experiment, balance=conf), spec=composed.spec)
         if record.result["status"] != "ok":

@@ -188,9 +188,7 @@ def predicted_ns(
                 movement.get(half, MovementCost()),
                 [beside_pruned(work, half, share, overhead) for share in kept],
             )
-        total += block_ns(
-            times[Half.attention], times[Half.ffn], ahead=work.ahead, reduce_ns=reduce_ns
-        )
+        total += block_ns(times[Half.attention], times[Half.ffn], ahead=work.ahead, reduce_ns=reduce_ns)
     return total / unlike * work.blocks * work.passes
 
 

@@ -81,9 +81,7 @@ class Search:
             Found(
                 ratios,
                 {Half.attention: attention, Half.ffn: ffn},
-                block_ns(
-                    attention_times, ffn_times, ahead=self._work.ahead, reduce_ns=self._reduce_ns
-                ),
+                block_ns(attention_times, ffn_times, ahead=self._work.ahead, reduce_ns=self._reduce_ns),
                 attention_bytes + ffn_bytes,
             )
             for (attention, attention_times, attention_bytes), (ffn, ffn_times, ffn_bytes) in (

@@ -30,7 +30,7 @@ def time_movements(balanced: Balanced, *, device: torch.device) -> list[Movement
         for half in Half:
             moved = pretest_moves(balanced.work, half)
             few, many = (sum(action.units for action in moves) for moves in moved[:2])
-        lenders = len({action.src for action in moved[-1]})
+            lenders = len({action.src for action in moved[-1]})
             _move(balanced, half, moved[0], device)
             times_ns = []
             for moves in moved:
