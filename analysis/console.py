@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .advice import advice_sentence
+from .balancing import balance_sentences
 from .naming import policy_label
 from .record import Record
 from .units import amount_text, number
@@ -32,6 +33,7 @@ def summary(record: Record) -> str:
             rates.append(f"{number(result['tokens_per_s'])} tokens/s")
         parts = [f"{who}: {', '.join(rates)}"]
     parts.append(f"  {'; '.join(_circumstances(result))}")
+    parts += [f"  {sentence}" for sentence in balance_sentences(record)]
     if result["status"] != "ok":
         lead = "" if result["status"] == "oom" else f"{result['status']}: "  # that error says it itself
         parts.append(f"  {lead}{result['error']}")

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .advice import advice_sentence
+from .balancing import balance_sentences
 from .load import Run, Sweep
 from .naming import policy_words
 from .parity import value
@@ -29,6 +30,9 @@ def summary(run: Run, parity: Mapping[str, Any] | None) -> list[str]:
     sentences += [_fate(side, record) for side, record in sides(run) if record.result.get("status") != "ok"]
     sentences += run.notes
     sentences.append(_times(run, parity))
+    sentences += [
+        f"{side.capitalize()}: {said}." for side, record in sides(run) for said in balance_sentences(record)
+    ]
     if parity is not None:
         sentences.append(ledger_sentence(parity))
         sentences.append(replay_sentence(parity))

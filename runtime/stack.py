@@ -77,7 +77,7 @@ class Stack(nn.Module, ABC):
         if targets is None:
             raise ValueError(f"{type(self).__name__} returns a loss: give it targets")
         loss = self.behind_blocks(x_BTD if self._pace is None else self._pace.enter(x_BTD), targets)
-        return loss if self._pace is None else self._pace.leave(loss)
+        return loss if self._pace is None else self._pace.leave(loss).clone()  # FSDP2 warns of views
 
     @abstractmethod
     def first_deviation(self, name: str, weight: Tensor) -> float:

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from .best_split import best_split, taken_for_equal
 from .policy import BalanceAction, BalanceEvent
-from .shares import ReplicasMeasured, ShareSequences, best_split, taken_for_equal
+from .shares import ReplicasMeasured, ShareSequences
 
 _WINDOW = 4  # periods that a speed is averaged over, about
 

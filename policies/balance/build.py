@@ -4,7 +4,8 @@ from typing import Any
 
 from ...conf.model_spec import ModelSpec
 from ...conf.schema import BalanceConf, ExperimentConf, Way
-from ..layout import ParallelLayout
+from ..comm import Placement, build_comm
+from ..layout import ParallelLayout, replicas_of
 from ..loading import load_named
 from .assignment import Assignment
 from .batch import BalanceBatch
@@ -37,10 +38,17 @@ def balanced_work(
         sequence=(experiment.batch.sequence or spec.sequence) // layout.sequence,
         element_bytes=experiment.precision.element_bytes,
         passes=layout.micro_batches,
-        ahead=experiment.cluster.num_ranks == experiment.parallel.ranks_a_replica,
+        ahead=_lies_whole(experiment),
     )
     by_columns = experiment.balance.moves and experiment.balance.way is not Way.paired
     return column_work(spec, even) if by_columns else even
+
+
+def _lies_whole(experiment: ExperimentConf) -> bool:
+    """Whether weights do so on their rank between units: one replica has nobody to share them with."""
+    seen = replicas_of(experiment)
+    policy, _ = build_comm(experiment.comm, num_ranks=seen.num_ranks, ranks_per_node=seen.ranks_per_node)
+    return seen.num_ranks == 1 or policy.placement is not Placement.sharded
 
 
 def build_balance(conf: BalanceConf, work: BlockWork) -> BalancePolicy:

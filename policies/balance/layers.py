@@ -1,7 +1,8 @@
 """Uneven stages: slow ones hold fewer blocks. Decided once, before the model is built."""
 
+from .best_split import best_split, taken_for_equal
 from .policy import BalanceAction, BalanceEvent
-from .shares import ShareBlocks, StagesMeasured, best_split, taken_for_equal
+from .shares import ShareBlocks, StagesMeasured
 
 
 class BalanceLayers:

@@ -47,7 +47,7 @@ def split_units(unit_ns: Sequence[float], total: int, most: Sequence[int] | None
         ValueError: If the limits do not leave room for all.
     """
     none = [0] * len(unit_ns)
-    return tuple(_fill(unit_ns, none, [total] * len(unit_ns) if most is None else most, total))
+    return tuple(fill(unit_ns, none, [total] * len(unit_ns) if most is None else most, total))
 
 
 def lend(
@@ -74,7 +74,7 @@ def lend(
     if beside is None:
         beside = [0.0] * len(unit_ns)
     even_ns = max(time * (own + more) for time, more in zip(unit_ns, beside, strict=True))
-    best = _fill(unit_ns, beside, [own + units for units in room], own * len(unit_ns))
+    best = fill(unit_ns, beside, [own + units for units in room], own * len(unit_ns))
     best_ns = max(time * (units + more) for time, units, more in zip(unit_ns, best, beside, strict=True))
     return [
         _lend_to_level(
@@ -109,7 +109,7 @@ def _lend_to_level(
     helpers = [rank for rank, units in enumerate(lent) if not units]
     times, rooms = [unit_ns[rank] for rank in helpers], [room[rank] for rank in helpers]
     base = [own + beside[rank] for rank in helpers]
-    loads = _fill(times, base, rooms, moved)
+    loads = fill(times, base, rooms, moved)
     until = max(time * (has + more) for time, has, more in zip(times, base, loads, strict=True) if more)
     until *= 1 + ROUNDING
     # Until then some have room for more than others. Who has most comes first, so that few get a message.
@@ -165,7 +165,7 @@ def lossless_ceiling(slowness: Sequence[float], work: BlockWork | None = None) -
     return even / best
 
 
-def _fill(unit_ns: Sequence[float], base: Sequence[float], room: Sequence[int], amount: int) -> list[int]:
+def fill(unit_ns: Sequence[float], base: Sequence[float], room: Sequence[int], amount: int) -> list[int]:
     """Units that each rank gets on top of `base`, `amount` in all: the largest time is the smallest that can be.
 
     Whole units are given one by one to whoever would have done with it first, the lowest rank of several; that is

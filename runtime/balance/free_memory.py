@@ -14,11 +14,11 @@ def free_bytes(device: torch.device, *, device_bytes: float, ranks_here: int) ->
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    left = int(device_bytes) - _bytes_of(Path("/proc/self/status"), "VmRSS")
-    return max(0, min(left, _bytes_of(Path("/proc/meminfo"), "MemAvailable") // ranks_here))
+    left = int(device_bytes) - bytes_of(Path("/proc/self/status"), "VmRSS")
+    return max(0, min(left, bytes_of(Path("/proc/meminfo"), "MemAvailable") // ranks_here))
 
 
-def _bytes_of(path: Path, field: str) -> int:
+def bytes_of(path: Path, field: str) -> int:
     """A line such as "VmRSS:  1234 kB"."""
     for line in path.read_text(encoding="ascii").splitlines():
         name, _, value = line.partition(":")

@@ -7,6 +7,7 @@ from ...analysis.record import Span
 from ..intervals import length_ns, subtract, union
 from ..laps import Lap
 from ..ledger import BESIDE, LIBRARY_STREAM, OFFLOAD_STREAM, WAIT_STREAM
+from .free_memory import bytes_of
 
 
 def computed_ns(laps: Iterable[Lap], spans: Sequence[Span]) -> int:
@@ -26,7 +27,4 @@ def computed_ns(laps: Iterable[Lap], spans: Sequence[Span]) -> int:
 
 def available_bytes() -> int:
     """Of this machine's memory, what new allocations can have without swapping."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo has no MemAvailable")
+    return bytes_of(Path("/proc/meminfo"), "MemAvailable")

@@ -5,7 +5,9 @@
 * priority: the columns whose weights changed least. A column's score is the sum over its rows of |W_now - W_before|,
   between two refreshes; columns that were left out all the while keep their older score, so that one whose score was
   larger than what trained ones have come down to is taken up again. The released code refreshes the scores of listed
-  columns alone, also while all are trained; here all that were trained get theirs. Scores begin at 1.
+  columns alone, also while all are trained; here all that were trained get theirs. There all are trained in the first
+  epoch; here a rank may be slow from the first step on, so a column that was never trained has no score, and comes
+  first.
 * differentiated: as priority; ratios differ by product.
 
 A kept copy of the weight is compared with, which this rank has whole only while it computes: it is looked at in a
@@ -31,7 +33,7 @@ class Columns:
     def __init__(self, how: Selection, total: int, *, seed: int) -> None:
         self._how, self._total = how, total
         self._random = torch.Generator().manual_seed(seed)
-        self._scores = torch.ones(total)
+        self._scores = torch.full((total,), torch.inf)
         self._trained = torch.zeros(total, dtype=torch.bool)  # since the last refresh
         self._before: list[Tensor] = []
         self._kept: tuple[int, ...] | None = None
@@ -111,9 +113,8 @@ class Columns:
         scores = torch.cat([own, own.new_full((columns - len(own),), torch.inf)])
         if self._how is Selection.contiguous:
             left = columns - kept
-            finite = scores.double().clamp(
-                max=float(own.double().sum()) + 1
-            )  # more than any window of own ones
+            known = own[own.isfinite()].double()
+            finite = scores.double().clamp(max=float(known.sum()) + 1)  # more than any window of known ones
             sums = torch.cat([finite.new_zeros(1), finite.cumsum(0)])
             begin = int((sums[left:] - sums[:-left]).argmin())  # ties: the first window
             return (*range(begin), *range(begin + left, columns))

@@ -18,8 +18,9 @@ from twinbed.policies.balance import (
     parse_balance_event,
 )
 from twinbed.policies.balance.batch import BalanceBatch
+from twinbed.policies.balance.best_split import best_split, taken_for_equal
 from twinbed.policies.balance.layers import BalanceLayers
-from twinbed.policies.balance.shares import best_split, replica_ns, taken_for_equal
+from twinbed.policies.balance.shares import replica_ns
 from twinbed.policies.partition import even_split
 
 ENOUGH = 100  # room

@@ -196,6 +196,23 @@ def test_a_column_that_was_left_out_keeps_its_older_score() -> None:
     torch.testing.assert_close(columns.scores, torch.tensor([0.0, 0.0, 0.0, 4.0]))
 
 
+def test_columns_that_were_never_trained_come_first() -> None:
+    """Each has been trained once before any is left out for good."""
+    columns = Columns(Selection.priority, 6, seed=0)
+    columns.observe([torch.zeros(1, 6)])
+    kept = []
+    for number in (1.0, 2.0, 3.0):
+        kept.append(columns.choose(6, 2))
+        columns.trained(sorted(set(range(6)) - set(kept[-1])))
+        weight = torch.zeros(1, 6)
+        weight[0, list(kept[-1])] = number
+        columns.observe([weight])
+        columns.refresh()
+    assert kept == [(0, 1), (2, 3), (4, 5)]
+    assert columns.scores.isfinite().all()
+    assert columns.choose(6, 2) == (4, 5)
+
+
 def test_the_choice_stays_until_the_refresh() -> None:
     columns = _observed(Selection.priority, [3.0, 1.0, 2.0, 0.5])
     before = columns.choose(4, 2)
