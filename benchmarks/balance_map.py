@@ -42,7 +42,8 @@ LEAST, MOST_OFF = 0.97, 0.10  # of the better of both; mean error of predictions
 
 POLICIES = ("resize", "migrate", "semi")
 DECISIONS = {"none": "#dfe4ea", "prune": "#e69f00", "migrate": "#56b4e9", "both": "#009e73"}
-POLICY_COLOURS = {"resize": "#e69f00", "migrate": "#0072b2", "semi": "#009e73"}
+# colour, marker, its size
+SHOWN = {"resize": ("#d55e00", "s", 8), "migrate": ("#0072b2", "D", 7), "semi": ("#009e73", "o", 4)}
 INK = "#1d2733"
 
 
@@ -399,14 +400,15 @@ def _cells(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _predictions(axes: Axes, rows: Sequence[Row]) -> None:
-    for name, colour in POLICY_COLOURS.items():
+    for name, (colour, marker, size) in SHOWN.items():
         own = [each.speedups[name] for each in rows]
         axes.plot(
             [s.products for s in own],
             [s.predicted_products for s in own],
             linestyle="none",
-            marker="o",
-            markersize=5,
+            marker=marker,
+            markersize=size,
+            markerfacecolor=colour if name == "semi" else "none",
             color=colour,
             label=f"{name}, as it predicted",
         )
