@@ -1,206 +1,446 @@
-"""Where SEMI prunes, where it migrates, where it does both: what the policies decide and predict, setting by setting.
+"""Which balancing policy where? Where SEMI prunes, where it migrates, where both, and whether its predictions hold.
 
-Run: python benchmarks/balance_map.py [--hidden N] [--measured package.module:function]. Nothing runs, nothing is
-simulated: policies are told times that closed forms give (products at a fixed rate, movement by latency and bandwidth)
-and say what they do and how much faster a step's products and movements then are. `--measured` names a function that is
-given a `Setting` and returns the speed-up that SEMI had in it somewhere; it is set beside the prediction.
+Run: python benchmarks/balance_map.py [OUTPUT] [--layers N]; writes balance_map.csv and balance_map.png there
+(docs/figures by default). Each setting is simulated with nothing done and with each policy, until it changes nothing
+any more: SEMI's ViT-1B on its 8 V100 with stragglers that repeat their products, on three kinds of links and with three
+budgets of accuracy; and two models on 4 A100 and 4 V100.
+
+What is compared: a policy predicts what all products of a step and the movement that does not hide take, with nothing
+done over with what is in force, when it decides. Of the simulation that is
+`products / (products - (step - step_with_policy))`: all that a policy saves or adds, taken off the slowest ranks'
+products of the first period. On whole steps both are `step / (step - what is saved)`. The naive prediction is the lossless
+ceiling: whole units shared out best, movement free.
 """
 
 import argparse
+import csv
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import cast
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-from twinbed.conf.model_spec import spec_from_keys
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from twinbed.conf.compose import Composed, compose
 from twinbed.conf.schema import BalanceConf
-from twinbed.policies.balance import (
-    Assignment,
-    BlockWork,
-    GroupMeasured,
-    Half,
-    Migrate,
-    MovementTimed,
-    Prune,
-    block_work,
-)
-from twinbed.policies.balance.build import build_balance
-from twinbed.policies.balance.speeds import kept_share
+from twinbed.policies.balance import balanced_work
 from twinbed.policies.balance.split import lossless_ceiling
-from twinbed.policies.loading import load_named
+from twinbed.policies.layout import layout_of
+from twinbed.sim.simulate import simulate
 
-RANKS, BLOCKS, BATCH, SEQUENCE = (
-    8,
-    24,
-    64,
-    65,
-)  # as SEMI's released code trains ViT-1B (hidden 2048), on 8 V100
-HEADS = 16
-FLOP_PER_S = 12e12  # of a V100's fp32 products
-PRUNING = 0.034  # of a rank's time without, what gathering and scattering columns takes (simulated V100)
-LATENCY_NS = 20_000
-FREE_BYTES = 8 << 30
-PERIODS = 8  # that policies are told: enough to be sure of speeds that do not change
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "figures"
+STEPS, PERIOD = 14, 2
+RANKS = 8
+LEAST, MOST_OFF = 0.97, 0.10  # of the better of both; mean error of predictions
 
-CHI = (2.0, 4.0, 8.0)
-STRAGGLERS = (1, 4)
-BANDWIDTHS_BPS = (130e9, 12.5e9, 1.25e9, 0.125e9)  # NVLink of a V100, 100, 10 and 1 Gbit/s
-BUDGETS_POINTS = (0.0, 0.5, 2.0)
 POLICIES = ("resize", "migrate", "semi")
+DECISIONS = {"none": "#dfe4ea", "prune": "#e69f00", "migrate": "#56b4e9", "both": "#009e73"}
+# colour, marker, its size
+SHOWN = {"resize": ("#d55e00", "s", 8), "migrate": ("#0072b2", "D", 7), "semi": ("#009e73", "o", 4)}
+INK = "#1d2733"
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Of each GPU, or of the network between nodes."""
+
+    title: str
+    bandwidth_Bps: float
+    latency_ns: int
+
+
+LINKS = {
+    "nvlink": Links("NVLink, 120 GB/s", 120e9, 3_400),
+    "pcie": Links("as PCIe 3, 12 GB/s", 12e9, 10_000),
+    "slow": Links("10 Gbit/s", 1.25e9, 14_000),
+}
+CHI = (2, 4, 8)
+STRAGGLERS = (1, 2, 3)
+BUDGETS_POINTS = (0.0, 0.5, 2.0)
+BETWEEN = {"edr": 12.5e9, "slow": 1.25e9}  # of the links between mixed nodes
+
+# batch and precision as SEMI's code has them; the GPT in the tensor cores' precision, on which kinds differ more
+MODELS: dict[str, tuple[str, ...]] = {
+    "vit_1b": ("model=vit_1b", "batch.micro=64", "precision=fp32"),
+    "vit_3b": ("model=vit_3b", "batch.micro=32", "precision=fp32"),
+    "gpt": (
+        "model=gpt",
+        "model.layers=24",
+        "model.hidden=2048",
+        "model.heads=32",
+        "model.sequence=1024",
+        "data=synthetic",
+        "batch.micro=8",
+        "precision=bf16",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`stragglers` of 8 ranks take `chi` times as long; pruning may cost `budget_points` of accuracy."""
+    """`stragglers` of 8 ranks take `chi` times as long; pruning may cost `budget_points` of accuracy.
 
-    chi: float
+    Args:
+        chi: 0: as slow as their kind of device is.
+        links: A key of LINKS; of `mixed_group` of BETWEEN.
+    """
+
+    model: str
+    cluster: str
+    chi: int
     stragglers: int
-    bandwidth_Bps: float
+    links: str
     budget_points: float
 
-    @property
-    def slowness(self) -> tuple[float, ...]:
-        return (self.chi,) * self.stragglers + (1.0,) * (RANKS - self.stragglers)
+
+@dataclass(frozen=True, slots=True)
+class Speedup:
+    """Over nothing done, of whole steps and of products with movement.
+
+    Args:
+        decision: none, prune, migrate or both.
+        settled: Whether nothing changed in the last three periods.
+    """
+
+    step: float
+    products: float
+    predicted_step: float
+    predicted_products: float
+    decision: str
+    settled: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What policies make of a setting.
-
-    Args:
-        decision: Of SEMI: none, prune, migrate or both.
-        predicted: Speed-up over doing nothing, by policy.
-        ceiling: Of whole units with movement free, nothing pruned.
-        measured: Of SEMI; None: nobody measured.
+    """Args:
+    step_s, products_s: Nothing done: of a step, and of its slowest ranks' products.
+    ceiling: Of products: lossless, whole units, movement free.
     """
 
     setting: Setting
-    decision: str
-    predicted: dict[str, float]
+    step_s: float
+    products_s: float
     ceiling: float
-    measured: float | None
+    speedups: Mapping[str, Speedup]
+
+    @property
+    def semi(self) -> Speedup:
+        return self.speedups["semi"]
+
+    @property
+    def over_better(self) -> float:
+        """SEMI's measured speed-up of whole steps, over that of the better of the others."""
+        return self.semi.step / max(self.speedups["resize"].step, self.speedups["migrate"].step)
 
 
-Measure = Callable[[Setting], float]
-
-
-def main(arguments: Sequence[str] | None = None, measured: Measure | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> bool:
+    """Whether SEMI or its predictions miss what they must reach."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--hidden", type=int, default=2048, help="2048: ViT-1B, 3072: ViT-3B")
-    parser.add_argument("--measured", help="package.module:function or file.py:function, Setting -> speed-up")
+    parser.add_argument("output", nargs="?", default=str(FOLDER))
+    parser.add_argument("--layers", type=int, help="blocks of each model; by default as many as it has")
     given = parser.parse_args(arguments)
-    if given.hidden < HEADS or given.hidden % HEADS:
-        parser.error(f"--hidden {given.hidden}: must be a multiple of {HEADS}, the heads")
-    if given.measured:
-        measured = cast(Measure, _Named(given.measured))
-    found = [row(setting, vit_work(given.hidden), measured) for setting in settings()]
-    print(
-        f"{BLOCKS} blocks of hidden {given.hidden} on {RANKS} ranks, predicted speed-up over doing nothing.\n"
+    folder = Path(given.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for setting in settings():
+        rows.append(row(setting, given.layers))
+        sys.stderr.write(f"\r{len(rows)} settings ")
+    sys.stderr.write("\n")
+    write_csv(rows, folder / "balance_map.csv")
+    figure = map_figure(rows)
+    FigureCanvasAgg(figure)
+    figure.savefig(folder / "balance_map.png", dpi=130)
+    print(table(rows))
+    lines, missed = verdicts(rows)
+    print("\n".join(lines))
+    print(f"wrote {folder}/balance_map.csv and balance_map.png")
+    return missed
+
+
+def settings() -> Iterator[Setting]:
+    for chi, stragglers, links, budget in itertools.product(CHI, STRAGGLERS, LINKS, BUDGETS_POINTS):
+        yield Setting("vit_1b", "v100_8", chi, stragglers, links, budget)
+    for model, links, budget in itertools.product(("vit_3b", "gpt"), BETWEEN, BUDGETS_POINTS):
+        yield Setting(model, "mixed_group", 0, 4, links, budget)
+
+
+# ---- simulations
+
+
+def row(setting: Setting, layers: int | None = None) -> Row:
+    composed = experiment_of(replace(setting, budget_points=0.0), layers)
+    experiment = composed.experiment
+    work = balanced_work(
+        replace(experiment, balance=BalanceConf(name="semi")),
+        composed.spec,
+        layout_of(experiment, composed.spec),
     )
-    print(
-        f"{'chi':>4} {'slow':>4} {'GB/s':>6} {'points':>6}  {'SEMI does':<9} "
-        f"{'resize':>6} {'migrate':>7} {'semi':>6} {'ceiling':>7} {'measured':>8}"
-    )
-    for each in found:
-        at, shown = each.setting, "" if each.measured is None else f"{each.measured:.2f}"
-        print(
-            f"{at.chi:>4g} {at.stragglers:>4} {at.bandwidth_Bps / 1e9:>6g} {at.budget_points:>6g}  "
-            f"{each.decision:<9} {each.predicted['resize']:>6.2f} {each.predicted['migrate']:>7.2f} "
-            f"{each.predicted['semi']:>6.2f} {each.ceiling:>7.2f} {shown:>8}"
-        )
-    counts = {
-        word: sum(each.decision == word for each in found) for word in ("prune", "migrate", "both", "none")
-    }
-    print(f"\n{len(found)} settings: " + ", ".join(f"{word} {count}" for word, count in counts.items()))
-    worst = min(
-        each.predicted["semi"] / max(each.predicted["resize"], each.predicted["migrate"]) for each in found
-    )
-    print(f"SEMI over the better of resize and migrate, at the least: {worst:.3f}")
-    errors = [abs(each.predicted["semi"] / each.measured - 1) for each in found if each.measured is not None]
-    if errors:
-        print(f"predicted against measured, mean of {len(errors)}: {100 * sum(errors) / len(errors):.1f} %")
-
-
-class _Named:
-    """A function by its name, called when it is needed."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, setting: Setting) -> float:
-        return float(load_named("--measured", self._name, setting))
-
-
-def settings() -> list[Setting]:
-    return [Setting(*each) for each in itertools.product(CHI, STRAGGLERS, BANDWIDTHS_BPS, BUDGETS_POINTS)]
-
-
-def vit_work(hidden: int) -> BlockWork:
-    """Of blocks of a ViT, which are a GPT's."""
-    keys = {"family": "gpt", "layers": BLOCKS, "hidden": hidden, "heads": HEADS, "vocab": 64}
-    spec = spec_from_keys(keys | {"sequence": SEQUENCE})
-    return block_work(
-        spec, ranks=RANKS, blocks=BLOCKS, micro=BATCH, sequence=SEQUENCE, element_bytes=4, ahead=True
-    )
-
-
-def row(setting: Setting, work: BlockWork, measured: Measure | None = None) -> Row:
-    predicted = {}
-    decision = "none"
+    assert work is not None
+    step_s, _ = run(composed, "none", 0.0)
+    # what the first period shows is of even work, whoever measures it
+    _, (first, *_) = run(composed, "migrate", 0.0)
+    even_ns = [sum(both) for both in zip(first["attention_ns"], first["ffn_ns"], strict=True)]
+    products_s = (max(first["attention_ns"]) + max(first["ffn_ns"])) / 1e9
+    speedups = {}
     for name in POLICIES:
-        actions, predicted[name] = decide(name, setting, work)
-        kinds = {type(action) for action in actions}
-        if name == "semi" and kinds:
-            decision = "both" if len(kinds) > 1 else "prune" if Prune in kinds else "migrate"
-    return Row(
-        setting,
-        decision,
-        predicted,
-        lossless_ceiling(setting.slowness, work),
-        None if measured is None else measured(setting),
-    )
+        budget = 0.0 if name == "migrate" else setting.budget_points
+        with_s, periods = run(composed, name, budget)
+        speedups[name] = speedup_of(step_s, products_s, with_s, periods)
+    ceiling = lossless_ceiling([took / min(even_ns) for took in even_ns], work)
+    return Row(setting, step_s, products_s, ceiling, speedups)
 
 
-def decide(name: str, setting: Setting, work: BlockWork) -> tuple[tuple[Prune | Migrate, ...], float]:
-    """Actions of a policy that has been told the same speeds for some periods, and the speed-up that it predicts."""
-    policy = build_balance(BalanceConf(name=name, accuracy_budget=setting.budget_points), work)
-    for half in Half:
-        policy.decide(movement_timed(half, setting, work))
-    assignment = Assignment(work)
-    for period in range(PERIODS):
-        answer = policy.decide(group_measured(period, setting, assignment))
-        if answer is not None:
-            assignment = Assignment(work, answer)
-    return assignment.actions, policy.predicted_speedup or 1.0
-
-
-def movement_timed(half: Half, setting: Setting, work: BlockWork) -> MovementTimed:
-    own = work.units[half]
-    units = (1, max(1, own // 2))
-    few_ns, many_ns = (
-        2 * (LATENCY_NS + round(count * work.unit_bytes(half) / setting.bandwidth_Bps * 1e9))
-        for count in units
-    )
-    return MovementTimed(half, units, (few_ns, many_ns))
-
-
-def group_measured(period: int, setting: Setting, assignment: Assignment) -> GroupMeasured:
-    """Times of products: forward, and two of the same size backward."""
-    work = assignment.work
-    times = []
-    for half in Half:
-        shares = [kept_share(assignment, half, rank) for rank in range(work.ranks)]
-        units = [
-            assignment.computed(half, rank) * share + (PRUNING * work.units[half] if share < 1 else 0)
-            for rank, share in enumerate(shares)
-        ]
-        unit_ns = 3e9 * work.unit_flop[half] * work.blocks * work.passes / FLOP_PER_S
-        times.append(
-            tuple(round(slow * unit_ns * done) for slow, done in zip(setting.slowness, units, strict=True))
+def speedup_of(
+    step_s: float, products_s: float, with_s: float, periods: Sequence[Mapping[str, Any]]
+) -> Speedup:
+    """The prediction is that of the decision by which what is in force at the end came to be."""
+    actions = periods[-1]["actions"]
+    tail = list(
+        itertools.takewhile(
+            lambda each: each["actions"] == actions, sorted(periods, key=lambda p: -p["step"])
         )
-    attention_ns, ffn_ns = times
-    return GroupMeasured(period, attention_ns, ffn_ns, (FREE_BYTES,) * work.ranks)
+    )
+    predicted = tail[-1]["predicted_speedup"]
+    saved_s = step_s - with_s
+    prunes, moves = "prune" in actions, "migrate" in actions
+    return Speedup(
+        step=step_s / with_s,
+        products=products_s / (products_s - saved_s),
+        predicted_step=step_s / (step_s - products_s * (1 - 1 / predicted)),
+        predicted_products=predicted,
+        decision="both" if prunes and moves else "prune" if prunes else "migrate" if moves else "none",
+        settled=len(tail) >= 3,
+    )
+
+
+@cache
+def experiment_of(setting: Setting, layers: int | None) -> Composed:
+    """Without the cluster's guesses, whose bounds would take two more simulations of each."""
+    if setting.cluster == "mixed_group":
+        cluster: tuple[str, ...] = (
+            f"cluster.inter_node.bandwidth_Bps={BETWEEN[setting.links]}",
+            f"cluster.parts.1.inter_node.bandwidth_Bps={BETWEEN[setting.links]}",
+        )
+    else:
+        links = LINKS[setting.links]
+        slow = ",".join(f"{rank}:{setting.chi}" for rank in range(setting.stragglers))
+        cluster = (
+            f"cluster.intra_node.bandwidth_Bps={links.bandwidth_Bps}",
+            f"cluster.intra_node.latency_ns={links.latency_ns}",
+            f"cluster.slowdown={{{slow}}}",
+            "cluster.slowdown_by=repeat",
+        )
+    composed = compose(
+        (
+            "target=sim",
+            f"cluster={setting.cluster}",
+            *cluster,
+            *MODELS[setting.model],
+            *(() if layers is None else (f"model.layers={layers}",)),
+            f"parallel.tensor={RANKS}",
+            "comm=ddp",
+            "train.gradient_clipping=0",
+            f"steps={STEPS}",
+            f"warmup_steps={STEPS - PERIOD}",
+        )
+    )
+    known = replace(composed.experiment.cluster, guesses={})
+    return replace(composed, experiment=replace(composed.experiment, cluster=known))
+
+
+_RUNS: dict[tuple[int, str, float], tuple[float, list[dict[str, Any]]]] = {}
+
+
+def run(composed: Composed, name: str, budget_points: float) -> tuple[float, list[dict[str, Any]]]:
+    """(a step of the last period in seconds; what was measured and decided, by period)"""
+    key = (id(composed), name, budget_points)  # `experiment_of` keeps it
+    if key not in _RUNS:
+        budget = budget_points if name in ("resize", "semi") else None
+        conf = (
+            BalanceConf() if name == "none" else BalanceConf(name=name, period=PERIOD, accuracy_budget=budget)
+        )
+        record = simulate(replace(composed.experiment, balance=conf), spec=composed.spec)
+        if record.result["status"] != "ok":
+            raise RuntimeError(f"{name}: {record.result['error']}")
+        periods = [] if name == "none" else record.result["balance"]["groups"][0]["periods"]
+        _RUNS[key] = (record.result["iteration_s"]["mean"], periods)
+    return _RUNS[key]
+
+
+# ---- what it comes to
+
+
+def error_of(predicted: float, measured: float) -> float:
+    return abs(predicted / measured - 1)
+
+
+def verdicts(rows: Sequence[Row]) -> tuple[list[str], bool]:
+    """Lines, and whether something falls short."""
+    counts = {word: sum(each.semi.decision == word for each in rows) for word in DECISIONS}
+    least = min(rows, key=lambda each: each.over_better)
+    lines = [
+        f"{len(rows)} settings: " + ", ".join(f"{word} {count}" for word, count in counts.items()),
+        f"not settled: {sum(not s.settled for each in rows for s in each.speedups.values())}",
+        f"SEMI over the better of both: at the least {least.over_better:.3f} ({least.setting}), mean "
+        f"{mean([each.over_better for each in rows]):.3f}; must be {LEAST} everywhere",
+    ]
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for name in POLICIES:
+        of_policy = [each.speedups[name] for each in rows]
+        pairs[f"{name}, steps"] = [(s.predicted_step, s.step) for s in of_policy]
+        pairs[f"{name}, products and movement"] = [(s.predicted_products, s.products) for s in of_policy]
+    naive = [(each.ceiling, each.semi.products) for each in rows]
+    pairs["lossless ceiling for semi, steps"] = [
+        (each.step_s / (each.step_s - each.products_s * (1 - 1 / each.ceiling)), each.semi.step)
+        for each in rows
+    ]
+    pairs["lossless ceiling for semi, products and movement"] = naive
+    for name, both in pairs.items():
+        errors = [error_of(*pair) for pair in both]
+        lines.append(
+            f"predicted against measured, {name}: mean {100 * mean(errors):.1f} %, worst {100 * max(errors):.1f} %"
+        )
+    off = mean([error_of(*pair) for pair in pairs["semi, products and movement"]])
+    return lines, least.over_better < LEAST or off > MOST_OFF
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Speed-ups of whole steps; of SEMI also of products, predicted and measured."""
+    lines = [
+        f"{'model':<7}{'chi':>4}{'slow':>5} {'links':<7}{'points':>6} {'SEMI does':<9}{'resize':>7}{'migrate':>8}"
+        f"{'semi':>7}{'ratio':>7} | {'products':>8} {'predicted':>9}{'ceiling':>8}"
+    ]
+    for each in rows:
+        at, semi = each.setting, each.semi
+        lines.append(
+            f"{at.model:<7}{at.chi or '-':>4}{at.stragglers:>5} {at.links:<7}{at.budget_points:>6g} "
+            f"{semi.decision:<9}{each.speedups['resize'].step:>7.2f}{each.speedups['migrate'].step:>8.2f}"
+            f"{semi.step:>7.2f}{each.over_better:>7.3f} | {semi.products:>8.2f} {semi.predicted_products:>9.2f}"
+            f"{each.ceiling:>8.2f}"
+        )
+    return "\n".join(lines)
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        kinds = ("step", "products", "predicted_step", "predicted_products", "decision")
+        writer.writerow(
+            [
+                *("model", "cluster", "chi", "stragglers", "links", "budget_points"),
+                *("step_ms", "products_ms", "ceiling"),
+                *(f"{name}_{kind}" for name in POLICIES for kind in kinds),
+            ]
+        )
+        for each in rows:
+            at = each.setting
+            found: list[object] = [at.model, at.cluster, at.chi, at.stragglers, at.links, at.budget_points]
+            found += [f"{each.step_s * 1e3:.5g}", f"{each.products_s * 1e3:.5g}", f"{each.ceiling:.4g}"]
+            for name in POLICIES:
+                values = [getattr(each.speedups[name], kind) for kind in kinds]
+                found += [value if isinstance(value, str) else f"{value:.4g}" for value in values]
+            writer.writerow(found)
+
+
+# ---- figure
+
+
+def map_figure(rows: Sequence[Row]) -> Figure:
+    """Left what SEMI does, by links, budget, chi and number of stragglers; right its predictions."""
+    figure = Figure(figsize=(13, 7.4), layout="constrained")
+    left, right = figure.subfigures(1, 2, width_ratios=(1.5, 1))
+    grid = left.subplots(len(LINKS), len(BUDGETS_POINTS), sharex=True, sharey=True)
+    for down, links in enumerate(LINKS):
+        for across, budget in enumerate(BUDGETS_POINTS):
+            axes = grid[down][across]
+            _cells(axes, [r for r in rows if (r.setting.links, r.setting.budget_points) == (links, budget)])
+            if not down:
+                axes.set_title(f"pruning may cost {budget:g} points", fontsize=10)
+            if not across:
+                axes.set_ylabel(f"{LINKS[links].title}\nstragglers of {RANKS}", fontsize=9)
+            if down == len(LINKS) - 1:
+                axes.set_xlabel("times as slow")
+    left.legend(
+        handles=[Patch(color=colour, label=word) for word, colour in DECISIONS.items()],
+        loc="outside upper center",
+        ncols=len(DECISIONS),
+        frameon=False,
+        title="What SEMI does; its speed-up of a step, in brackets the better of resize and migrate",
+    )
+    _predictions(right.subplots(), rows)
+    return figure
+
+
+def _cells(axes: Axes, rows: Sequence[Row]) -> None:
+    own = {(r.setting.stragglers, r.setting.chi): r for r in rows if r.setting.cluster == "v100_8"}
+    words = list(DECISIONS)
+    colours = [[words.index(own[n, chi].semi.decision) for chi in CHI] for n in STRAGGLERS]
+    axes.imshow(
+        colours, cmap=ListedColormap(list(DECISIONS.values())), vmin=0, vmax=len(words) - 1, aspect="auto"
+    )
+    for (down, n), (across, chi) in itertools.product(enumerate(STRAGGLERS), enumerate(CHI)):
+        at = own[n, chi]
+        better = at.semi.step / at.over_better
+        shown = f"{at.semi.step:.2f}\n({better:.2f})"
+        axes.text(across, down, shown, ha="center", va="center", fontsize=9, color=INK)
+    axes.set_xticks(range(len(CHI)), [str(chi) for chi in CHI])
+    axes.set_yticks(range(len(STRAGGLERS)), [str(n) for n in STRAGGLERS])
+    axes.tick_params(length=0)
+
+
+def _predictions(axes: Axes, rows: Sequence[Row]) -> None:
+    for name, (colour, marker, size) in SHOWN.items():
+        own = [each.speedups[name] for each in rows]
+        axes.plot(
+            [s.products for s in own],
+            [s.predicted_products for s in own],
+            linestyle="none",
+            marker=marker,
+            markersize=size,
+            markerfacecolor=colour if name == "semi" else "none",
+            color=colour,
+            label=f"{name}, as it predicted",
+        )
+    axes.plot(
+        [each.semi.products for each in rows],
+        [each.ceiling for each in rows],
+        linestyle="none",
+        marker="x",
+        markersize=5,
+        color="#8c8c8c",
+        label="lossless ceiling for semi",
+        zorder=0,
+    )
+    ends = (0.9, 9.0)
+    axes.plot(ends, ends, color=INK, linewidth=0.8)
+    axes.fill_between(
+        ends,
+        [(1 - MOST_OFF) * end for end in ends],
+        [(1 + MOST_OFF) * end for end in ends],
+        color="#dfe4ea",
+        label=f"within {MOST_OFF:.0%}",
+        zorder=-1,
+    )
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    ticks = (1, 1.5, 2, 3, 4, 6, 8)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("measured speed-up of products and movement (simulation)")
+    axes.set_ylabel("predicted")
+    axes.legend(loc="upper left", fontsize=9, frameon=False)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(1 if main() else 0)

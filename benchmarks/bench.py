@@ -7,7 +7,9 @@ import sys
 import time
 from collections.abc import Callable
 
+import balance_accuracy
 import balance_limits
+import balance_map
 import chunks
 import codec_speed
 import convergence
@@ -28,7 +30,9 @@ BENCHMARKS: dict[str, tuple[str, Callable[[], object]]] = {
     "offload": ("offload to disk", offload.main),
     "overhead": ("cost of the policy path", overhead.main),
     "prediction": ("truth of the predictions", lambda: prediction.main([])),
-    "balance": ("balancing against its limits", lambda: balance_limits.main([])),
+    "limits": ("balancing against its limits", lambda: balance_limits.main([])),
+    "map": ("which balancing policy where, and its predictions", lambda: balance_map.main([])),
+    "accuracy": ("accuracy under pruning", lambda: balance_accuracy.main([])),
     "layouts": ("truth of the predictions of layouts", lambda: layouts.main([])),
     "convergence": ("convergence under quantization", lambda: convergence.main([])),
 }

@@ -7,7 +7,7 @@ from .movement import (
     MEASURE_STREAM,
     RETURN_STREAM,
     lend_plans,
-    pretest_parts,
+    pretest_moves,
     return_plans,
 )
 from .policy import (
@@ -59,7 +59,7 @@ __all__ = [
     "lend_plans",
     "moves",
     "parse_balance_event",
-    "pretest_parts",
+    "pretest_moves",
     "replica_ns",
     "return_plans",
 ]

@@ -11,29 +11,45 @@ from .work import BlockWork
 
 FORWARD = 1 / 3  # of a product's time: one of three multiplications of the same size
 BACKWARD = 2 / 3
+# Of a link, what an all-reduce keeps while units move on it: NCCL's two channels against a message for each helper.
+REDUCING_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class MovementCost:
-    """Units of one rank out and their gradients back: `start_ns` for each time, `unit_ns` for each unit (c0, c1)."""
+    """Units of one rank out and their gradients back: `start_ns` for each time, `unit_ns` for each unit (c0, c1).
+
+    Args:
+        shared: Of what several ranks that lend take, what is one after the other. 0: each sends and gets on links of
+            its own; 1: what they send goes over the same links.
+    """
 
     start_ns: float = 0.0
     unit_ns: float = 0.0
+    shared: float = 1.0
 
-    def one_way_ns(self, lent: Sequence[int]) -> float:
-        """Of all ranks that lend, one after the other: what they send ends at the same few links."""
-        return sum(self.start_ns + self.unit_ns * units for units in lent if units) / 2
+    def one_way_ns(self, lending: Lending) -> float:
+        """Until the last rank has what it is lent."""
+        if not any(lending.lent):
+            return 0.0
+        in_turn = sum(self.start_ns + self.unit_ns * units for units in lending.lent if units)
+        longest = self.start_ns + self.unit_ns * max(*lending.lent, *lending.borrowed)
+        return (longest + self.shared * max(0.0, in_turn - longest)) / 2
 
 
 def fit_movement(timed: MovementTimed) -> MovementCost:
-    """The line through two timed movements; no part of it falls."""
+    """The line through two timed movements, no part of which falls; and how much longer several ranks at once took."""
     (few, many), (few_ns, many_ns) = timed.units, timed.time_ns
     if min(few, many) < 1 or min(few_ns, many_ns) < 0:
         raise ValueError(f"{timed}: must be of at least one unit and 0 ns")
+    shared = 1.0
+    if timed.lenders > 1:
+        shared = (timed.together_ns / max(1, many_ns) - 1) / (timed.lenders - 1)
+        shared = min(1.0, max(0.0, shared))
     if few == many:
-        return MovementCost(0.0, (few_ns + many_ns) / (few + many))
+        return MovementCost(0.0, (few_ns + many_ns) / (few + many), shared)
     unit_ns = max(0.0, (many_ns - few_ns) / (many - few))
-    return MovementCost(max(0.0, few_ns - unit_ns * few), unit_ns)
+    return MovementCost(max(0.0, few_ns - unit_ns * few), unit_ns, shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +91,7 @@ def half_times(
             with_borrowed = max(with_borrowed, time_ns * (own + borrowed + more))
         else:
             alone = max(alone, time_ns * (own - lent + more))
-    return HalfTimes(alone / parts, with_borrowed / parts, cost.one_way_ns(lending.lent))
+    return HalfTimes(alone / parts, with_borrowed / parts, cost.one_way_ns(lending))
 
 
 def beside_pruned(work: BlockWork, half: Half, kept: float, overhead: float) -> float:
@@ -83,25 +99,61 @@ def beside_pruned(work: BlockWork, half: Half, kept: float, overhead: float) -> 
     return overhead * work.units[half] / kept if kept < 1 else 0.0
 
 
-def block_ns(attention: HalfTimes, ffn: HalfTimes, *, ahead: bool) -> float:
-    """Of one block, one micro-batch.
+def all_reduce_ns(work: BlockWork, movement: Mapping[Half, MovementCost]) -> float:
+    """Of one of a block's all-reduces, as a ring on links that are as fast as movement's were."""
+    byte_ns = max(
+        (cost.unit_ns / (2 * work.unit_bytes(half)) for half, cost in movement.items()), default=0.0
+    )
+    nbytes = work.tokens * work.hidden * work.element_bytes
+    return 2 * (work.ranks - 1) / work.ranks * nbytes * byte_ns
+
+
+def block_ns(attention: HalfTimes, ffn: HalfTimes, *, ahead: bool, reduce_ns: float = 0.0) -> float:
+    """Of one block, one micro-batch, without its all-reduces.
 
     Units go out from the start of the block's forward on, attention's first; a rank that borrows waits for them at the
     start of the half. `ahead`: from the start of the block before on. In backward, gradients of the FFN's units
-    come back beside attention's backward, and then attention's, beside nothing.
+    come back beside attention's backward, and then attention's, beside nothing. Movement hides behind computation
+    alone: an all-reduce that it meets is held up by what moves meanwhile, for both are on the same links.
+
+    Args:
+        reduce_ns: Of an all-reduce, of which each half has one at the end of forward and one at the end of backward.
     """
     both_out = attention.move_ns + ffn.move_ns
     if ahead:
-        forward = max(FORWARD * (attention.compute_ns + ffn.compute_ns), both_out)
+        forward = _with_movement(
+            both_out,
+            ((FORWARD * attention.compute_ns, reduce_ns), (FORWARD * ffn.compute_ns, reduce_ns)),
+        )
     else:
         first = FORWARD * attention.own_ns
         if attention.borrowing_ns:
             first = max(first, attention.move_ns + FORWARD * attention.borrowing_ns)
-        forward = first + FORWARD * ffn.own_ns
+        left = max(0.0, both_out - first)
+        held = _held_up(left, reduce_ns)
+        forward = first + held + FORWARD * ffn.own_ns
         if ffn.borrowing_ns:
-            forward = max(forward, max(first, both_out) + FORWARD * ffn.borrowing_ns)
-    beside = max(BACKWARD * attention.compute_ns, ffn.move_ns)
-    return forward + BACKWARD * ffn.compute_ns + beside + attention.move_ns
+            forward = max(forward, first + left + FORWARD * ffn.borrowing_ns)
+    returning = _with_movement(ffn.move_ns, ((0.0, reduce_ns), (BACKWARD * attention.compute_ns, 0.0)))
+    return forward + BACKWARD * ffn.compute_ns + returning + attention.move_ns
+
+
+def _with_movement(move_ns: float, stretches: Sequence[tuple[float, float]]) -> float:
+    """Of computation, each stretch with an all-reduce behind it that is not counted, beside movement from the start on
+    that has to be over at the end.
+    """
+    taken, left = 0.0, move_ns
+    for compute_ns, reduce_ns in stretches:
+        left = max(0.0, left - compute_ns)
+        held = _held_up(left, reduce_ns)
+        taken += compute_ns + held
+        left -= held
+    return taken + left
+
+
+def _held_up(left_ns: float, reduce_ns: float) -> float:
+    """By what an all-reduce ends later for movement that it meets."""
+    return min(left_ns, (1 / REDUCING_SHARE - 1) * reduce_ns)
 
 
 def predicted_ns(
@@ -122,6 +174,7 @@ def predicted_ns(
     shares = {half: [kept_shares(assignment, half, rank) for rank in range(work.ranks)] for half in Half}
     # where ratios differ by product each block waits for its own slowest rank
     unlike = max(len(each) for of_half in shares.values() for each in of_half)
+    reduce_ns = all_reduce_ns(work, movement)
     total = 0.0
     for block in range(unlike):
         times = {}
@@ -135,7 +188,7 @@ def predicted_ns(
                 movement.get(half, MovementCost()),
                 [beside_pruned(work, half, share, overhead) for share in kept],
             )
-        total += block_ns(times[Half.attention], times[Half.ffn], ahead=work.ahead)
+        total += block_ns(times[Half.attention], times[Half.ffn], ahead=work.ahead, reduce_ns=reduce_ns)
     return total / unlike * work.blocks * work.passes
 
 

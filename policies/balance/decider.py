@@ -100,7 +100,9 @@ class Decider(ABC):
         return not relieved <= set(speeds.stragglers)
 
     def _pays(self, now_ns: float, wanted_ns: float, wanted: Assignment, speeds: Speeds) -> bool:
-        """Whether time, or columns of a rank that prunes more than it would have to, are gained by enough."""
+        """Whether time is gained by enough; or columns, of a rank that prunes more than it would have to, and no other
+        prunes more instead.
+        """
         least = LEAST_SHARE * self._conf.slack
         if not set(speeds.stragglers) <= self._answered:
             bound = 1 + least
@@ -110,12 +112,9 @@ class Decider(ABC):
             bound = 1 + max(least, SURE_ERRORS * speeds.error)
         if now_ns > bound * wanted_ns:
             return True
-        return any(
-            kept_share(wanted, half, rank) > bound * kept_share(self._in_force, half, rank)
-            for rank, ratio in self._ratios.items()
-            if ratio
-            for half in Half
-        )
+        places = [(half, rank) for half in Half for rank in range(self._work.ranks)]
+        kept = [(kept_share(self._in_force, *place), kept_share(wanted, *place)) for place in places]
+        return any(then > bound * now for now, then in kept) and all(bound * then > now for now, then in kept)
 
     # ---- from ratios to actions
 

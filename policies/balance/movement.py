@@ -4,10 +4,12 @@ A unit's weights and biases lie side by side, one row for each unit. Each stragg
 block's half, and gets the gradients back once a backward pass; both run beside computation.
 """
 
+from collections.abc import Sequence
+
 from ..mesh import TENSOR
 from ..plan import Gather, Plan, Scatter
 from .assignment import Assignment
-from .policy import Half
+from .policy import Half, Migrate
 from .work import BlockWork
 
 LEND_STREAM = "lend"
@@ -34,19 +36,29 @@ def lend_plans(assignment: Assignment, half: Half) -> tuple[Plan, ...]:
     )
 
 
-def pretest_parts(work: BlockWork, half: Half) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Before the first step the first rank of a group lends so many units to each, twice: first few, at most one to
-    each; then half of what it has, but two where there are two. Of one unit both are that one.
+def pretest_moves(work: BlockWork, half: Half) -> tuple[tuple[Migrate, ...], ...]:
+    """What is moved before the first step, one after the other, between the two halves of a group: ranks that are far
+    from each other are in different ones.
+
+    The first rank lends few units to the second half, at most one to each; then half of what it has, but two where
+    there are two (of one unit both are that one). Of four ranks or more each of the first half then lends as many to
+    one of the second: whether they take longer than one alone.
     """
-    own, helpers = work.units[half], work.ranks - 1
+    own, middle = work.units[half], work.ranks // 2
+    helpers = range(middle, work.ranks)
     many = min(own, max(2, own // 2))
-    few = max(1, min(helpers, many // 2))
-    return _spread(few, helpers), _spread(many, helpers)
+    few = max(1, min(len(helpers), many // 2))
+    found = [_spread(half, units, helpers) for units in (few, many)]
+    if middle > 1:
+        found.append(tuple(Migrate(src, middle + src, half, many) for src in range(middle)))
+    return tuple(found)
 
 
-def _spread(units: int, helpers: int) -> tuple[int, ...]:
-    """As evenly as they go, the lower ranks first."""
-    return (0, *(units // helpers + (place < units % helpers) for place in range(helpers)))
+def _spread(half: Half, units: int, helpers: Sequence[int]) -> tuple[Migrate, ...]:
+    """Of the first rank, as evenly as they go, the lower helpers first."""
+    each, more = divmod(units, len(helpers))
+    parts = (each + (place < more) for place in range(len(helpers)))
+    return tuple(Migrate(0, dst, half, part) for dst, part in zip(helpers, parts, strict=True) if part)
 
 
 def return_plans(assignment: Assignment, half: Half) -> tuple[Plan, ...]:

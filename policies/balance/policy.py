@@ -29,11 +29,15 @@ class MovementTimed:
     Args:
         units: Of one rank, in all, each time.
         time_ns: Until the last rank had all, out and back; the slowest of all groups that moved at once.
+        together_ns: The same while several ranks lent many each; 0: there are too few ranks for that.
+        lenders: How many.
     """
 
     half: Half
     units: tuple[int, int]
     time_ns: tuple[int, int]
+    together_ns: int = 0
+    lenders: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +165,8 @@ def parse_balance_event(text: str) -> BalanceEvent:
     if name == "MovementTimed":
         few, many = _ints(values["units"])
         short_ns, long_ns = _ints(values["time_ns"])
-        return MovementTimed(Half(values["half"]), (few, many), (short_ns, long_ns))
+        together_ns, lenders = int(values.get("together_ns", 0)), int(values.get("lenders", 1))
+        return MovementTimed(Half(values["half"]), (few, many), (short_ns, long_ns), together_ns, lenders)
     if name == "StagesMeasured":
         first_ns, last_ns = _ints(values["ends_ns"])
         return StagesMeasured(_ints(values["block_ns"]), (first_ns, last_ns))

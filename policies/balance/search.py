@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .assignment import moves
-from .costs import HalfTimes, MovementCost, beside_pruned, block_ns, half_times
+from .costs import HalfTimes, MovementCost, all_reduce_ns, beside_pruned, block_ns, half_times
 from .policy import Half, Migrate
 from .speeds import Speeds
 from .split import Lending, lend
@@ -56,6 +56,7 @@ class Search:
         self._speeds = speeds
         self._room = room
         self._movement = movement
+        self._reduce_ns = all_reduce_ns(work, movement)
 
     def best(self, candidates: Sequence[Mapping[int, float]]) -> Found:
         """Of all pairs of pruning and moving.
@@ -80,7 +81,7 @@ class Search:
             Found(
                 ratios,
                 {Half.attention: attention, Half.ffn: ffn},
-                block_ns(attention_times, ffn_times, ahead=self._work.ahead),
+                block_ns(attention_times, ffn_times, ahead=self._work.ahead, reduce_ns=self._reduce_ns),
                 attention_bytes + ffn_bytes,
             )
             for (attention, attention_times, attention_bytes), (ffn, ffn_times, ffn_bytes) in (

@@ -1,15 +1,15 @@
 """How long units take from one rank of a tensor group to the others and back, before the first step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from ...policies.balance import (
     Assignment,
     BlockWork,
     Half,
+    Migrate,
     MovementTimed,
     lend_plans,
-    moves,
-    pretest_parts,
+    pretest_moves,
     return_plans,
 )
 from ...policies.mesh import TENSOR, Mesh
@@ -21,18 +21,20 @@ Timed = Callable[[Segment], int]  # nanoseconds until the last rank has ended it
 
 
 def movements_timed(work: BlockWork, mesh: Mesh, timed: Timed) -> tuple[MovementTimed, ...]:
-    """For each half: all groups of the mesh at once, first few units and then many."""
+    """For each half what is moved before the first step, of all groups of the mesh at once."""
     found = []
     for half in Half:
-        both = few, many = pretest_parts(work, half)
-        times = tuple(timed(Segment(0, False, _programs(work, mesh, half, parts))) for parts in both)
-        found.append(MovementTimed(half, (sum(few), sum(many)), (times[0], times[1])))
+        moved = pretest_moves(work, half)
+        few, many = (sum(action.units for action in moves) for moves in moved[:2])
+        lenders = len({action.src for action in moved[-1]})
+        times = [timed(Segment(0, False, _programs(work, mesh, half, moves))) for moves in moved]
+        found.append(MovementTimed(half, (few, many), (times[0], times[1]), sum(times[2:]), lenders))
     return tuple(found)
 
 
-def _programs(work: BlockWork, mesh: Mesh, half: Half, parts: Sequence[int]) -> Mapping[int, Program]:
-    """The first rank of each group lends `parts` units to the others, which send as much back."""
-    assignment = Assignment(work, tuple(moves(half, 0, parts)))
+def _programs(work: BlockWork, mesh: Mesh, half: Half, moves: tuple[Migrate, ...]) -> Mapping[int, Program]:
+    """Ranks of each group lend units to others, which send as much back."""
+    assignment = Assignment(work, moves)
     plans = [*lend_plans(assignment, half), *return_plans(assignment, half)]
     steps = [uneven(plan, work.unit_bytes(half)) for plan in plans]
     by_place: dict[int, Program] = {}

@@ -1,13 +1,11 @@
 """What policies answer: ratios in closed form, budgets, movement that pays, logs that replay, and the user's own."""
 
-import importlib.util
 import itertools
 import re
-import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from hypothesis import given, settings
@@ -27,19 +25,21 @@ from twinbed.policies.balance import (
     describe_balance_actions,
     describe_balance_event,
     parse_balance_event,
+    pretest_moves,
 )
 from twinbed.policies.balance.budget import AccuracyBudget
 from twinbed.policies.balance.build import build_balance
 from twinbed.policies.balance.costs import (
     HalfTimes,
     MovementCost,
+    all_reduce_ns,
     block_ns,
     fit_movement,
     predicted_ns,
 )
 from twinbed.policies.balance.differentiated import differentiated
 from twinbed.policies.balance.speeds import kept_shares
-from twinbed.policies.balance.split import lossless_ceiling
+from twinbed.policies.balance.split import Lending, lossless_ceiling
 
 from .balance_group import Group, work_of
 
@@ -205,9 +205,45 @@ def test_movement_is_a_line() -> None:
     assert fit_movement(MovementTimed(Half.ffn, (10, 110), (1_500, 6_500))) == MovementCost(1_000, 50)
     assert fit_movement(MovementTimed(Half.ffn, (1, 1), (300, 500))) == MovementCost(0, 400)
     assert fit_movement(MovementTimed(Half.ffn, (1, 9), (300, 200))) == MovementCost(300, 0)  # noise
-    assert MovementCost(1_000, 50).one_way_ns((0, 20, 0, 40)) == (1_000 + 50 * 20 + 1_000 + 50 * 40) / 2
     with pytest.raises(ValueError, match="at least one unit"):
         fit_movement(MovementTimed(Half.ffn, (0, 9), (300, 200)))
+
+
+def test_several_that_lend_share_links_or_do_not() -> None:
+    lending = Lending((0, 20, 0, 40), (35, 0, 25, 0))
+    in_turn, longest = 1_000 + 50 * 20 + 1_000 + 50 * 40, 1_000 + 50 * 40
+    timed = MovementTimed(Half.ffn, (10, 110), (1_500, 6_500))
+    for together_ns, lenders, shared in (
+        (0, 1, 1),
+        (13_000, 2, 1),
+        (20_000, 2, 1),
+        (26_000, 4, 1),
+        (6_500, 2, 0),
+        (6_000, 4, 0),
+        (9_750, 2, 0.5),
+        (9_750, 4, 1 / 6),
+    ):
+        cost = fit_movement(replace(timed, together_ns=together_ns, lenders=lenders))
+        assert cost == MovementCost(1_000, 50, pytest.approx(shared))
+        assert cost.one_way_ns(lending) == pytest.approx((longest + shared * (in_turn - longest)) / 2)
+    # what comes to one rank is on its links
+    assert MovementCost(1_000, 50, 0).one_way_ns(Lending((20, 40, 0), (0, 0, 60))) == (1_000 + 50 * 60) / 2
+    assert MovementCost(1_000, 50).one_way_ns(Lending((0, 0), (0, 0))) == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
+def test_what_the_pretest_moves(ranks: int) -> None:
+    work = work_of(ranks, heads=2 * ranks, hidden=64 * ranks)
+    for half in Half:
+        few, many, *together = (Assignment(work, moves) for moves in pretest_moves(work, half))
+        most = max(2, work.units[half] // 2)
+        assert sum(few.lent(half, 0)) <= sum(many.lent(half, 0)) == most
+        assert max(few.lent(half, 0)) == 1
+        assert len(together) == (ranks >= 4)
+        for both in together:
+            lent, middle = [sum(both.lent(half, rank)) for rank in range(ranks)], ranks // 2
+            assert lent == [most] * middle + [0] * (ranks - middle)
+            assert max(both.received(half, rank) for rank in range(ranks)) == most
 
 
 def test_what_of_movement_hides() -> None:
@@ -226,6 +262,31 @@ def test_what_of_movement_hides() -> None:
     assert block_ns(HalfTimes(300, 300, 500), HalfTimes(300, 300, 700), ahead=True) == pytest.approx(
         1_200 + 200 + 700 + 500
     )
+
+
+def test_movement_holds_up_all_reduces() -> None:
+    def alike(move_ns: float, reduce_ns: float, *, ahead: bool = True) -> float:
+        return block_ns(
+            HalfTimes(300, 300, 0), HalfTimes(300, 300, move_ns), ahead=ahead, reduce_ns=reduce_ns
+        )
+
+    for ahead in (False, True):
+        # behind attention's forward; in backward it meets the all-reduce at once
+        assert alike(60, 1_000, ahead=ahead) == pytest.approx(660)
+        # 40 of 140 meet the first all-reduce, and all of it that of the FFN's backward
+        assert alike(140, 1_000, ahead=ahead) == pytest.approx(600 + 40 + 140)
+        # who reduces still gets a part of the link
+        assert alike(140, 10, ahead=ahead) == pytest.approx(600 + (30 if ahead else 40) + 30)
+        assert alike(140, 0, ahead=ahead) == pytest.approx(600 + (0 if ahead else 40))
+
+
+def test_an_all_reduce_takes_what_movement_tells_of_the_links() -> None:
+    work = work_of(8)
+    byte_ns = 0.5
+    movement = {half: MovementCost(500, 2 * byte_ns * work.unit_bytes(half)) for half in Half}
+    nbytes = 8 * 64 * 1024 * 4  # of the activation
+    assert all_reduce_ns(work, movement) == pytest.approx(2 * 7 / 8 * nbytes * byte_ns)
+    assert all_reduce_ns(work, {}) == 0
 
 
 @pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
@@ -395,44 +456,43 @@ def test_a_decision_takes_less_than_5_ms(name: str) -> None:
     assert min(took) < 5e-3
 
 
-# ---- the decision map
+# ---- semi and the better of both
 
 
-@pytest.fixture(scope="module")
-def decision_map() -> ModuleType:
-    path = ROOT / "benchmarks" / "balance_map.py"
-    spec = importlib.util.spec_from_file_location("benchmark_balance_map", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def told_of_links(name: str, slowness: Sequence[float], bandwidth_Bps: float, points: float) -> Group:
+    """Of 24 blocks, told of links of so many bytes a second, and settled."""
+    group = Group(
+        work_of(8, heads=16, blocks=24, hidden=2048), BalanceConf(name=name, accuracy_budget=points)
+    )
+    for half in Half:
+        own = group.work.units[half]
+        units = (1, max(1, own // 2))
+        few_ns, many_ns = (
+            2 * (20_000 + round(count * group.work.unit_bytes(half) / bandwidth_Bps * 1e9)) for count in units
+        )
+        group.tell(MovementTimed(half, units, (few_ns, many_ns), many_ns, 4))
+    list(group.periods([slowness] * 8))
+    return group
 
 
-def test_semi_is_as_fast_as_the_better_of_both(decision_map: ModuleType) -> None:
-    found = [decision_map.row(setting, decision_map.vit_work(2048)) for setting in decision_map.settings()]
-    assert len(found) >= 24
-    for each in found:
-        better = max(each.predicted["resize"], each.predicted["migrate"])
-        assert each.predicted["semi"] >= 0.97 * better, each
-        if not each.setting.budget_points:
-            assert each.decision in ("migrate", "none")
-            assert each.predicted["resize"] == 1
-        assert each.predicted["migrate"] <= each.ceiling * 1.001
-    assert {"prune", "migrate", "both"} <= {each.decision for each in found}
-
-
-def test_the_map_sets_measured_beside_predicted(
-    decision_map: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(decision_map, "CHI", (4.0,))
-    decision_map.main([], measured=lambda setting: 2.0)
-    shown = capsys.readouterr().out
-    assert re.search(r"predicted against measured, mean of 24: \d+\.\d %", shown)
-    assert shown.count("2.00\n") == 24
-    with pytest.raises(ValueError, match="--measured='nowhere:fast' cannot be loaded"):
-        decision_map.main(["--measured", "nowhere:fast"])
+@pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
+def test_semi_predicts_to_be_as_fast_as_the_better_of_both(chi: float) -> None:
+    """What simulations make of it: tests/sim/balance/test_semi.py."""
+    done = set()
+    for stragglers, bandwidth_Bps, points in itertools.product(
+        (1, 4), (130e9, 12.5e9, 1.25e9, 0.125e9), (0.0, 0.5, 2.0)
+    ):
+        slowness = (chi,) * stragglers + (1.0,) * (8 - stragglers)
+        found = {name: told_of_links(name, slowness, bandwidth_Bps, points) for name in NAMES}
+        speedup = {name: group.policy.predicted_speedup or 0 for name, group in found.items()}
+        assert speedup["semi"] >= 0.97 * max(speedup.values())
+        assert speedup["migrate"] <= 1.001 * lossless_ceiling(slowness, found["migrate"].work)
+        kinds = frozenset(map(type, found["semi"].assignment.actions))
+        done.add(kinds)
+        if not points:
+            assert Prune not in kinds
+            assert speedup["resize"] == 1
+    assert {frozenset({Migrate}), frozenset({Prune}), frozenset({Prune, Migrate})} <= done
 
 
 # ---- the user's own

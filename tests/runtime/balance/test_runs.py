@@ -100,8 +100,8 @@ def test_a_run_tells_what_was_balanced(tmp_path: Path) -> None:
     logged = [d for d in read_record(tmp_path / "semi").decisions if is_balance_event(d.event)]
     timed = [event for d in logged if isinstance(event := parse_balance_event(d.event), MovementTimed)]
     assert [d.iteration for d in logged] == [0, 0, 1, 3, 5, 7, 9]
-    assert [event.units for event in timed] == [(1, 2), (3, 4)]
-    assert all(few > 0 and many > 0 for few, many in (event.time_ns for event in timed))
+    assert [event.units for event in timed] == [(1, 2), (2, 4)]
+    assert all(min(*event.time_ns, event.together_ns) > 0 for event in timed)
     assert logged[2].action.startswith("migrate 1 attention from 0 to 1")
 
     groups = result(tmp_path, "two groups")["balance"]["groups"]

@@ -197,6 +197,29 @@ def test_movements_are_timed_before_the_first_step(make, spec_of, scripted):
         assert inside.time_ns[which] == pytest.approx(2 * units * unit_bytes / 1000, abs=4)
 
 
+def test_who_lends_at_once_shares_a_nic_and_no_switch(make, spec_of, scripted):
+    latency = {"latency_ns": 0}
+    times = []
+    for per_node in (4, 2):
+        made, factory = scripted({})
+        experiment = make(
+            4,
+            per_node=per_node,
+            cluster_backend=Backend.nccl,
+            cluster_intra_node=IntraNodeConf(bandwidth_Bps=1e8, **latency),
+            cluster_inter_node=InterNodeConf(bandwidth_Bps=1e8, **latency),
+        )
+        simulate(experiment, spec=spec_of(), make_balance=factory)
+        times.append([event for event in made[0].events if isinstance(event, MovementTimed)])
+    for inside, across in zip(*times, strict=True):
+        assert inside.together_ns == pytest.approx(inside.time_ns[1], rel=1e-3)
+        # both lend to the other node
+        nbytes = inside.units[1] * {Half.attention: 64 * 4 * 8, Half.ffn: 64 * 2 + 1}[inside.half] * 4
+        assert across.lenders == 2
+        assert across.time_ns[1] == pytest.approx(2 * nbytes / 0.1, rel=0.02)
+        assert across.together_ns == pytest.approx(2 * across.time_ns[1], rel=0.01)
+
+
 def test_recorded_events_give_the_same_programs_whatever_is_measured(make, spec_of):
     """A run on one machine, told to a simulation of another: the same rows, entry by entry."""
 
