@@ -55,9 +55,8 @@ RANKS = 8
 FOUR = 4
 CHI = (2, 4, 8)
 POLICIES = ("migrate", "semi")
-RATE = (
-    7e7  # FLOP/s of a rank's products: they are slept out to 0.8 s of a step, many times what they take here
-)
+# FLOP/s of a rank's products: they are slept out to 1.2 s of a step, many times what they take here
+RATE = 5e7
 RUN = (
     "target=runtime",
     "cluster.nodes=1",
