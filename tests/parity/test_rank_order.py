@@ -21,7 +21,7 @@ KEYS = ("data=synthetic", "cluster.shaped=false", "cluster.rank_order=cyclic", "
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.long)])
 def test_ledgers_of_cyclic_ranks_are_equal(
     nodes: int, per_node: int, odd_model: Any, run_cases: Callable[..., Any], same_ledger: Callable[..., Any]
 ) -> None:

@@ -74,8 +74,15 @@ def run(folder: Path, cases: Mapping[str, Composed], rates: Sequence[float]) -> 
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ledgers_of_uneven_batches_are_equal(tmp_path: Path, same_ledger: Callable[..., Any]) -> None:
-    cases = {name: compose([*SMALL, *BATCH, *keys]) for name, keys in CASES.items()}
+@pytest.mark.parametrize(
+    "names",
+    [("zero3", "1d, zero3", "pipeline, ddp"), pytest.param(tuple(CASES), marks=pytest.mark.long)],
+    ids=["some", "all"],
+)
+def test_ledgers_of_uneven_batches_are_equal(
+    names: Sequence[str], tmp_path: Path, same_ledger: Callable[..., Any]
+) -> None:
+    cases = {name: compose([*SMALL, *BATCH, *CASES[name]]) for name in names}
     differences = []
     for name, real in run(tmp_path, cases, SLOW_LAST).items():
         shared = [d.action for d in real.decisions if d.event.startswith("ReplicasMeasured")]
@@ -91,8 +98,15 @@ def test_ledgers_of_uneven_batches_are_equal(tmp_path: Path, same_ledger: Callab
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ledgers_of_uneven_stages_are_equal(tmp_path: Path, same_ledger: Callable[..., Any]) -> None:
-    four = {name: compose([*SMALL, *keys]) for name, keys in SPLITS.items()}
+@pytest.mark.parametrize(
+    "names",
+    [("1f1b, ddp", "1d, tied"), pytest.param(tuple(SPLITS), marks=pytest.mark.long)],
+    ids=["some", "all"],
+)
+def test_ledgers_of_uneven_stages_are_equal(
+    names: Sequence[str], tmp_path: Path, same_ledger: Callable[..., Any]
+) -> None:
+    four = {name: compose([*SMALL, *SPLITS[name]]) for name in names}
     three = {"three": compose([*SMALL, *OF_THREE, "balance=layers", "comm=ddp"])}
     reals = run(tmp_path / "4", four, SLOWER) | run(tmp_path / "3", three, SLOWER[1:])
     differences = []

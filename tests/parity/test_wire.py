@@ -11,7 +11,7 @@ from twinbed.policies.mesh import Mesh
 @pytest.mark.netns
 @pytest.mark.distributed
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("order", ["block", "cyclic"])
+@pytest.mark.parametrize("order", ["block", pytest.param("cyclic", marks=pytest.mark.long)])
 def test_interfaces_count_what_the_ledger_says(order: str, run_cases: Callable[..., Any]) -> None:
     common = (
         f"cluster.rank_order={order}",

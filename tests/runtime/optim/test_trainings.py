@@ -119,7 +119,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(done):
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("optimizer", ["lamb", "lars"])
+@pytest.mark.parametrize("optimizer", ["lamb", pytest.param("lars", marks=pytest.mark.long)])
 def test_gpt_tiny_learns_and_is_predicted_by_the_command(optimizer, tmp_path):
     """The choice as it is shipped, on two nodes of two ranks; one prediction beside it, and one alone."""
     out = tmp_path / "out"
