@@ -8,8 +8,8 @@ budgets of accuracy; and two models on 4 A100 and 4 V100.
 What is compared: a policy predicts what all products of a step and the movement that does not hide take, with nothing
 done over with what is in force, when it decides. Of the simulation that is
 `products / (products - (step - step_with_policy))`: all that a policy saves or adds, taken off the slowest ranks'
-products of the first period. On whole steps both are `step / (step - what is saved)`. The naive prediction is the lossless
-ceiling: whole units shared out best, movement free.
+products of the first period. On whole steps both are `step / (step - what is saved)`. The naive prediction is the
+lossless ceiling: whole units shared out best, movement free.
 """
 
 import argparse

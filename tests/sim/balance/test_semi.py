@@ -33,9 +33,7 @@ def decision_map() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def rows(decision_map):
-    return {
-        at: decision_map.row(decision_map.Setting("vit_1b", "v100_8", *at), layers=2) for at in SETTINGS
-    }
+    return {at: decision_map.row(decision_map.Setting("vit_1b", "v100_8", *at), layers=2) for at in SETTINGS}
 
 
 def test_the_grid_has_them(decision_map):
