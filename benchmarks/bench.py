@@ -7,6 +7,8 @@ import sys
 import time
 from collections.abc import Callable
 
+import balance_accuracy
+import balance_limits
 import balance_map
 import chunks
 import codec_speed
@@ -26,9 +28,11 @@ BENCHMARKS: dict[str, tuple[str, Callable[[], object]]] = {
     "weights": ("quantization in blocks on trained weights", lambda: trained_weights.main([])),
     "chunks": ("the two hops of qgZ in a pipeline, and fused kernels", lambda: chunks.main([])),
     "offload": ("offload to disk", offload.main),
-    "balance": ("which balancing policy where, and its predictions", lambda: balance_map.main([])),
     "overhead": ("cost of the policy path", overhead.main),
     "prediction": ("truth of the predictions", lambda: prediction.main([])),
+    "limits": ("balancing against its limits", lambda: balance_limits.main([])),
+    "map": ("which balancing policy where, and its predictions", lambda: balance_map.main([])),
+    "accuracy": ("accuracy under pruning", lambda: balance_accuracy.main([])),
     "layouts": ("truth of the predictions of layouts", lambda: layouts.main([])),
     "convergence": ("convergence under quantization", lambda: convergence.main([])),
 }

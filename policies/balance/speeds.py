@@ -37,6 +37,9 @@ SETTLED_DEVIATIONS = 1.5  # beyond which a second measurement after a change rep
 # off it may be, until ranks that begin to prune show it.
 OVERHEAD, OVERHEAD_DOUBT = 0.04, 0.1
 LIKELY_OVERHEAD = 0.3  # what is above it is rather a change of speed
+# By so much more noise a rank tells of it whose last measurement may hold steps from before a change: at the start, and
+# later, when it nearly always does.
+UNSETTLED_DEVIATIONS = (2.0, 6.0)
 LEAST_STEP = 0.05  # of the columns that are kept, to learn from
 CLIP = 2.0  # deviations beyond it count as it in the estimate of noise, so that a change is no noise
 CLIPPED_VARIANCE = 0.92  # of a normal variable of variance 1, cut off there
@@ -134,12 +137,14 @@ class SpeedTracker:
         group = self._fast(self._pooled(mean), errors, counts)
         self._stragglers = frozenset(ranks) - frozenset(group)
         times = np.exp(mean + self._common)
-        common = np.exp(mean[:, group].mean(axis=1) + self._common)
+        # taken for equal: each of their measurements counts alike
+        common = np.exp(np.average(mean[:, group], axis=1, weights=[counts[rank] for rank in group]))
+        common *= math.exp(self._common)
         unit_ns = {
             half: tuple(float(times[i, rank] if rank in self._stragglers else common[i]) for rank in ranks)
             for i, half in enumerate(HALVES)
         }
-        of_group = math.sqrt(sum(errors[rank] ** 2 for rank in group)) / len(group)
+        of_group = self._noise / math.sqrt(sum(counts[rank] for rank in group))
         error = max((math.hypot(errors[rank], of_group) for rank in self._stragglers), default=of_group)
         stragglers = tuple(sorted(self._stragglers))
         return Speeds(unit_ns, stragglers, self._overhead, error, fresh=min(counts) == 1)
@@ -266,10 +271,11 @@ class SpeedTracker:
         common = median([by for rank, by in enumerate(unlike) if rank not in before] or unlike)
         precision = OVERHEAD_DOUBT**-2
         total = self._overhead * precision
+        doubts = UNSETTLED_DEVIATIONS[len(self._rows) > 1]
         for rank, (at, alike) in before.items():
             # a rank of which little is known may have changed its speed as well
             unsettled = rank in self._unsettled
-            noise = 2 * max(self._noise, PRIOR_NOISE) if unsettled else self._noise
+            noise = doubts * max(self._noise, PRIOR_NOISE) if unsettled else self._noise
             since = [self._pooled(row - mean)[rank] for row in self._rows[at + 1 :]] + [unlike[rank] - common]
             noise *= math.sqrt(1 / len(since) + 1 / len(alike))
             first, second = pooled_share[at][rank], pooled_share[-1][rank]
@@ -277,17 +283,19 @@ class SpeedTracker:
             spent = [share + self._overhead * was for share, was in zip((first, second), pruned, strict=True)]
             if not min(spent):
                 continue
-            ratio = math.exp(sum(since) / len(since)) * spent[1] / spent[0]  # of the times of both
+            expected = spent[1] / spent[0]
+            ratio = math.exp(sum(since) / len(since)) * expected  # of the times of both
             if not pruned[1]:
                 found, doubt = second / ratio - first, noise * second / ratio
             elif not pruned[0]:
                 found, doubt = ratio * first - second, noise * ratio * first
-            elif abs(ratio - 1) > LEAST_STEP and abs(first - second) > LEAST_STEP:
-                found = (second - ratio * first) / (ratio - 1)
-                doubt = abs(first - second) / (ratio - 1) ** 2 * noise * ratio
+            elif abs(expected - 1) > LEAST_STEP and abs(first - second) > LEAST_STEP:
+                # (second - ratio first) / (ratio - 1) near what is expected: of a noisy ratio it would be far off
+                slope = (first - second) / (expected - 1) ** 2
+                found, doubt = self._overhead + slope * (ratio - expected), abs(slope) * noise * expected
             else:
                 continue
-            if unsettled or len(since) > 1:
+            if unsettled or all(pruned) or len(since) > 1:
                 found = min(found, LIKELY_OVERHEAD)
             precision += doubt**-2
             total += found * doubt**-2

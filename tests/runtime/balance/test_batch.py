@@ -31,7 +31,7 @@ MODELS = {
 DROPOUT = "train.dropout=0.2"
 # After steps 1 and 3 (the period is 1 step), of the two replicas' 3 sequences each
 SHARES = {"1": (5, 1), "3": (2, 4)}
-STEPS = 20
+STEPS = 6
 LAYOUTS = {
     "ddp": ("comm=ddp",),
     "ps": ("comm=ps",),
@@ -150,7 +150,7 @@ def test_a_replica_at_half_speed_takes_half(tmp_path):
     """Ranks are slept out to their rates. Without memory to take more nobody does."""
     keys = (*SMALL, *MODELS["gpt"], "batch.micro=6", "comm=zero3", "steps=8")
     balanced = ("balance=batch", "balance.period=2")
-    slow = {"rates": [2e7, 1e7]}
+    slow = {"rates": [6e7, 3e7]}
     found = launch(
         tmp_path,
         2,

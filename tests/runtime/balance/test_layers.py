@@ -27,7 +27,7 @@ SMALL = (
     "train.gradient_clipping=1.0",
     "train.dropout=0.1",
     "optimizer.lr=0.003",
-    "steps=20",
+    "steps=6",
 )
 MODELS = {
     "gpt": ("model=gpt", "model.vocab=61", "model.sequence=12", "model.tied_embeddings=true"),

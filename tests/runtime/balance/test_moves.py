@@ -20,8 +20,23 @@ LIMIT = 1e-5  # fp32, relative L2
 @pytest.mark.timeout(600)
 def test_lent_units_change_nothing_but_who_computes(launch: Launch) -> None:
     ranks = launch("ranks_balance", "moved,even", 4, timeout_s=500.0)
+    check_moves(ranks, "moved")
+    for found in ranks:
+        assert all(found["even"].values()), found["even"]
+    assert ranks[0]["moved"]["gpt"]["learned"] > 0.5  # nats
+
+
+@pytest.mark.distributed
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_lent_units_in_every_layout(launch: Launch) -> None:
+    """20 steps of three families; zero, one and several replicas, overlap, bf16, and stages of a pipeline."""
+    check_moves(launch("ranks_balance", "more_moves", 4, timeout_s=550.0), "more_moves")
+
+
+def check_moves(ranks: list[Any], which: str) -> None:
     for rank, found in enumerate(ranks):
-        for name, case in found["moved"].items():
+        for name, case in found[which].items():
             (keys, answers, steps), where = case["case"], f"{name}, rank {rank}"
             errors = {key: case[key] for key in ("gradients", "parameters", "losses", "validation")}
             limit = LIMIT if "bf16" not in name else 1e-2
@@ -31,17 +46,25 @@ def test_lent_units_change_nothing_but_who_computes(launch: Launch) -> None:
             work = work_of(keys)
             check_rows(case["rows"], rank, work, keys, answers, steps, where)
             check_events(case, work, answers, steps, where)
-        assert all(found["even"].values()), found["even"]
-    assert ranks[0]["moved"]["gpt"]["learned"] > 0.5  # nats
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
 def test_columns_that_migrate_change_nothing_but_who_computes(launch: Launch) -> None:
     """On layers cut by outputs and by inputs; what moves beside is as the closed form says."""
-    ranks = launch("ranks_balance", "columns", 4, timeout_s=500.0)
+    check_columns_of(launch("ranks_balance", "columns", 4, timeout_s=500.0), "columns")
+
+
+@pytest.mark.distributed
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_columns_that_migrate_in_every_way(launch: Launch) -> None:
+    check_columns_of(launch("ranks_balance", "more_columns", 4, timeout_s=550.0), "more_columns")
+
+
+def check_columns_of(ranks: list[Any], which: str) -> None:
     for rank, found in enumerate(ranks):
-        for name, case in found["columns"].items():
+        for name, case in found[which].items():
             (keys, answers, steps), where = case["case"], f"{name}, rank {rank}"
             errors = {key: case[key] for key in ("gradients", "parameters", "losses", "validation")}
             assert all(value <= LIMIT for value in errors.values()), (where, errors)
