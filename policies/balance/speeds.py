@@ -240,35 +240,51 @@ class SpeedTracker:
         return changed
 
     def _learn_overhead(self, logs: Logs, done: Done) -> Logs:
-        """Of ranks that prune otherwise than before: they are as fast as they were.
+        """Of ranks that prune otherwise than before, or did so for the first time at the last measurement, which may
+        have held steps from before a change: they are as fast as they were.
 
         Returns:
             The measurement as it is with what was learned; so are the rows.
         """
-        before, after = self._done[-1], done
-        shares = [self._pooled(each.share) for each in (before, after)]
-        kept = [self._pooled(each.kept) for each in (before, after)]
+        pooled_share = [self._pooled(each.share) for each in (*self._done, done)]
+        pooled_kept = [self._pooled(each.kept) for each in (*self._done, done)]
+        known = [~np.isnan(row[0]) for row in self._rows]
         ranks = range(self._work.ranks)
-        moved = [rank for rank in ranks if abs(kept[1][rank] - kept[0][rank]) > LEAST_STEP]
-        if not moved:
+        # by rank that prunes otherwise: the last measurement before, and all at which it did as then
+        before: dict[int, tuple[int, list[int]]] = {}
+        for rank in ranks:
+            at = self._before_pruning(rank, pooled_kept, known)
+            if at is not None:
+                alike = [
+                    place
+                    for place in range(at + 1)
+                    if known[place][rank]
+                    and abs(pooled_kept[place][rank] - pooled_kept[at][rank]) <= LEAST_STEP
+                ]
+                before[rank] = (at, alike)
+        if not before:
             return logs
-        unlike = self._pooled(logs - _mean(self._rows))
-        common = median([by for rank, by in enumerate(unlike) if rank not in moved] or unlike)
-        counts = _counts(self._rows)
+        mean = _mean(self._rows)
+        for rank, (_, alike) in before.items():
+            mean[:, rank] = np.mean([self._rows[place][:, rank] for place in alike], axis=0)
+        unlike = self._pooled(logs - mean)
+        common = median([by for rank, by in enumerate(unlike) if rank not in before] or unlike)
         precision = OVERHEAD_DOUBT**-2
         total = self._overhead * precision
         doubts = UNSETTLED_DEVIATIONS[len(self._rows) > 1]
-        for rank in moved:
+        for rank, (at, alike) in before.items():
             # a rank of which little is known may have changed its speed as well
             unsettled = rank in self._unsettled
             noise = doubts * max(self._noise, PRIOR_NOISE) if unsettled else self._noise
-            noise *= math.sqrt(1 + 1 / counts[rank])
-            (first, second), pruned = (each[rank] for each in shares), [each[rank] < 1 for each in kept]
+            since = [self._pooled(row - mean)[rank] for row in self._rows[at + 1 :]] + [unlike[rank] - common]
+            noise *= math.sqrt(1 / len(since) + 1 / len(alike))
+            first, second = pooled_share[at][rank], pooled_share[-1][rank]
+            pruned = [pooled_kept[place][rank] < 1 for place in (at, -1)]
             spent = [share + self._overhead * was for share, was in zip((first, second), pruned, strict=True)]
             if not min(spent):
                 continue
             expected = spent[1] / spent[0]
-            ratio = math.exp(unlike[rank] - common) * expected  # of the times of both
+            ratio = math.exp(sum(since) / len(since)) * expected  # of the times of both
             if not pruned[1]:
                 found, doubt = second / ratio - first, noise * second / ratio
             elif not pruned[0]:
@@ -279,7 +295,7 @@ class SpeedTracker:
                 found, doubt = self._overhead + slope * (ratio - expected), abs(slope) * noise * expected
             else:
                 continue
-            if unsettled or all(pruned):
+            if unsettled or all(pruned) or len(since) > 1:
                 found = min(found, LIKELY_OVERHEAD)
             precision += doubt**-2
             total += found * doubt**-2
@@ -289,6 +305,20 @@ class SpeedTracker:
             for row, each in zip(self._rows, self._done, strict=True)
         ]
         return logs + done.log_change(was, self._overhead)
+
+    @staticmethod
+    def _before_pruning(
+        rank: int, kept: Sequence[Sequence[float]], known: Sequence[NDArray[np.bool_]]
+    ) -> int | None:
+        """The last of a rank's measurements at which it pruned otherwise than now; None: it did not, or more than two
+        measurements ago.
+        """
+        for at in range(len(known) - 1, max(-1, len(known) - 3), -1):
+            if not known[at][rank]:
+                return None
+            if abs(kept[at][rank] - kept[-1][rank]) > LEAST_STEP:
+                return at
+        return None
 
     def _learn_noise(self, unlike: Sequence[float], counts: Sequence[int]) -> None:
         limit = CLIP * self._noise

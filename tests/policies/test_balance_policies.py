@@ -610,6 +610,31 @@ def test_what_pruning_takes_beside_is_learned(overhead: float) -> None:
     assert ratios(group) == [0] * 8
 
 
+@pytest.mark.parametrize("name", ["resize", "semi"])
+def test_a_second_look_at_what_pruning_takes_ends_what_does_not_pay(name: str) -> None:
+    """Half a point allows four stragglers a tenth of their columns each: less than pruning takes beside."""
+    work = work_of(8)
+    group = Group(work, BalanceConf(name=name, accuracy_budget=0.5), overhead=0.2)
+    for half in Half:  # nothing can move
+        group.tell(MovementTimed(half, (1, 2), (10**12, 2 * 10**12)))
+    now = (2.5,) * 4 + (1.0,) * 4
+    done = []
+    for _ in range(8):
+        group.period(now)
+        done.append(group.assignment.is_even)
+    assert not done[0]
+    assert done[4:] == [True] * 4
+
+
+def test_columns_are_not_gained_by_pruning_another() -> None:
+    """Of answers that are as good the one in force stays."""
+    now = (2.6, 2.6, 2.6, 2.6, 1.0, 1.0, 1.0, 1.0)
+    group = Group(work_of(8, heads=16), BalanceConf(name="semi", accuracy_budget=0.5), noise=0.01, seed=3)
+    changed = list(group.periods([now] * 30))
+    assert any(group.assignment.prunes(rank) for rank in range(4))
+    assert sum(changed) <= 2
+
+
 def test_pruning_that_takes_more_than_it_gains_is_not_chosen() -> None:
     now = one_of_eight(1.5)
     for overhead, prunes in ((0.04, True), (0.5, False)):
