@@ -74,7 +74,7 @@ class BalanceConf:
     # resize, semi: points of accuracy that pruning may cost; null: no bound but max_ratio
     accuracy_budget: float | None = None
     # resize, semi: [[ratio, points], ...] that pruning one rank of a group throughout a training costs; straight lines
-    # lie between, and from 0 at 0. null: as was measured on fashion_mnist (LOSS_POINTS)
+    # lie between, and from 0 at 0. null: a guess (LOSS_POINTS); benchmarks/balance_accuracy.py measures it for one task
     loss_points: Any = None
     way: Way = Way.paired  # migrate, semi
     # migrate, semi: two timed movements of each kind before the first step; without, movement counts as free
