@@ -59,7 +59,7 @@ CASES: Mapping[str, Mapping[str, Sequence[str]]] = {
 @pytest.mark.parametrize(
     ("groups", "names"),
     [
-        ("one group", ("differentiated", "migrate", "scatter", "semi")),
+        ("one group", ("differentiated", "scatter", "semi")),
         ("two groups", ("zero3", "pipeline, columns")),
         *(pytest.param(groups, tuple(CASES[groups]), marks=pytest.mark.long) for groups in CASES),
     ],

@@ -37,7 +37,7 @@ KEYS = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.timeout(180)
 def test_a_straggler_appears_moves_and_leaves(tmp_path: Path) -> None:

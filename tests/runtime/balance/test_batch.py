@@ -50,7 +50,19 @@ OF_MODEL = {
     "bert": ("zero3", "1d"),
     "vit": ("ddp", "zero3", "1d"),
 }
-CASES = [(model, layout) for model, layouts in OF_MODEL.items() for layout in layouts]
+USUAL = [
+    ("gpt", "zero3"),
+    ("gpt", "zeropp"),
+    ("gpt", "1d"),
+    ("gpt", "pipeline"),
+    ("bert", "zero3"),
+    ("vit", "ddp"),
+]
+CASES = [
+    pytest.param(model, layout, marks=() if (model, layout) in USUAL else (pytest.mark.long,))
+    for model, layouts in OF_MODEL.items()
+    for layout in layouts
+]
 ALONE = {"1d", "1d, tokens", "ring", "pipeline", "gpipe, zero3"}  # of four ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -73,8 +85,13 @@ def launch(folder, ranks, cases):
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Of one launch each of one, two and four ranks."""
+def folders(request, tmp_path_factory):
+    """Of one launch each of one, two and four ranks, with the cases that are asked for."""
+    asked = [
+        (item.callspec.params["model"], item.callspec.params["layout"])
+        for item in request.session.items
+        if item.path == request.path and "layout" in getattr(getattr(item, "callspec", None), "params", ())
+    ]
     told = {"gradients": True, "shares": SHARES}
     uneven = ("batch.micro=3", "balance=batch", "balance.period=1")
 
@@ -85,7 +102,7 @@ def folders(tmp_path_factory):
                 (*SMALL, *MODELS[model], DROPOUT, f"steps={STEPS}", *uneven, *LAYOUTS[layout]),
                 told,
             )
-            for model, layout in CASES
+            for model, layout in asked
             if (layout in ALONE) == of_four
         ]
 
@@ -103,7 +120,7 @@ def folders(tmp_path_factory):
     return {
         1: launch(tmp_path_factory.mktemp("one"), 1, whole),
         2: launch(tmp_path_factory.mktemp("two"), 2, cases(of_four=False) + even),
-        4: launch(tmp_path_factory.mktemp("four"), 4, cases(of_four=True)),
+        4: launch(tmp_path_factory.mktemp("four"), 4, cases(of_four=True)) if cases(of_four=True) else None,
     }
 
 

@@ -186,6 +186,7 @@ def test_a_helper_that_dies_ends_the_run_and_fewer_go_on(tmp_path: Path) -> None
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_sharded_parts_are_cut_anew_too(tmp_path: Path) -> None:
     keys = ("cluster.devices_per_node=4", "comm=zero3", "optimizer=lamb", "steps=6", "train.save_every=3")
