@@ -17,6 +17,7 @@ FOLDER = Path(__file__).resolve().parent
 SECOND = (
     *("analysis", "conf", "kernels", "policies", "sim"),
     *(f"runtime/{name}" for name in ("cluster", "comm", "offload", "optim", "train")),
+    "test_run.py",
 )
 
 

@@ -135,7 +135,15 @@ def test_this_processors_own_instructions_are_used(tmp_path):
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("without", ["-mno-avx512bf16", "-mno-avx512vbmi", "-mno-avx512f", "-mno-avx2"])
+@pytest.mark.parametrize(
+    "without",
+    [
+        pytest.param("-mno-avx512bf16", marks=pytest.mark.long),
+        pytest.param("-mno-avx512vbmi", marks=pytest.mark.long),
+        "-mno-avx512f",
+        "-mno-avx2",
+    ],
+)
 def test_other_processors_give_the_same_bits(without, tmp_path):
     """What this machine's vectors do, loops for any processor do elsewhere: all of the codec's tests, built for one."""
     if platform.machine() != "x86_64":

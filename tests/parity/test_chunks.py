@@ -115,7 +115,10 @@ def cases(model: tuple[str, ...], nodes: int, per_node: int) -> dict[str, tuple[
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), (2, 2), pytest.param(2, 4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("nodes", "per_node"),
+    [(2, 1), *(pytest.param(*size, marks=pytest.mark.long) for size in ((2, 2), (2, 4)))],
+)
 def test_both_targets_carry_chunks_out_alike(
     nodes: int, per_node: int, odd_model: Any, run_cases: Callable[..., Any], same_ledger: Callable[..., Any]
 ) -> None:

@@ -180,7 +180,7 @@ def test_ledgers_of_four_ranks_are_equal(
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_ledgers_of_eight_ranks_are_equal(
     run_cases: Callable[..., Any], same_ledger: Callable[..., Any]

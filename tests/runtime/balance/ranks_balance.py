@@ -508,7 +508,7 @@ def even(folder: Path) -> dict[str, bool]:
     found = {}
     keep: dict[int, tuple[Any, ...]] = {}
     ratio_0: dict[int, tuple[Any, ...]] = {1: (Prune(0, 0.0), Prune(2, 0.0, "block.0.fc1"))}
-    for name, keys in {"gpt": GPT, "llama": LLAMA, "vit": VIT}.items():
+    for name, keys in {"gpt": GPT, "llama": LLAMA}.items():
         want = train((*keys, *TENSOR), folder, steps=2)
         for balance, answers, more in (
             ("resize", ratio_0, ()),

@@ -66,6 +66,7 @@ OPERANDS: dict[str, list[Tensor]] = {
     "merge_last": [_r(B, H, T, E), _r(B, H, T), _r(B, H, T, E), _r(B, H, T)],
     "accumulate": [_r(B, T), _r(B, T)],
     "add": [_r(B, T), _r(B, T)],
+    "zeros": [_r(B, T)],
 }
 
 
