@@ -56,7 +56,7 @@ FOUR = 4
 CHI = (2, 4, 8)
 POLICIES = ("migrate", "semi")
 # FLOP/s of a rank's products: they are slept out to 1.2 s of a step, many times what they take here
-RATE = 5e7
+RATE = 4.5e7
 RUN = (
     "target=runtime",
     "cluster.nodes=1",
