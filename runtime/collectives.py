@@ -6,6 +6,7 @@ our own, as gloo's reduce-scatter moves an all-reduce's bytes and its all-to-all
 come first. NCCL: the library's.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -120,7 +121,7 @@ class Collectives(Protocol):
         ...
 
 
-class _Library:
+class _Library(ABC):
     """What both backends take from torch.distributed."""
 
     def all_gather(self, group: Group, x: Tensor, out: Tensor, *, later: bool = False) -> Pending | None:
@@ -174,11 +175,11 @@ class _Library:
             sends, receives = [(_there(rows), group.ranks[root])], []
         return self._messages(group, sends, receives, _GATHER_TAG).or_wait(later=later)
 
+    @abstractmethod
     def _messages(
         self, group: Group, sends: Sequence[_Message], receives: Sequence[_Message], tag: int
     ) -> "_Posted":
         """Start all of them."""
-        raise NotImplementedError
 
 
 class Gloo(_Library):

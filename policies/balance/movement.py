@@ -19,18 +19,30 @@ MEASURE_STREAM = "balance"  # times of all ranks, at the end of a period
 
 def lend_plans(assignment: Assignment, half: Half) -> tuple[Plan, ...]:
     """One for each rank that lends, ascending: "units" [units lent, numbers of one] -> "lent", those for this rank."""
+    return _plans(assignment, half, Scatter, "units", "lent", LEND_STREAM)
+
+
+def return_plans(assignment: Assignment, half: Half) -> tuple[Plan, ...]:
+    """One for each rank that lends, ascending: "dlent" of each rank -> "dunits" at the one that lent them."""
+    return _plans(assignment, half, Gather, "dlent", "dunits", RETURN_STREAM)
+
+
+def _plans(
+    assignment: Assignment,
+    half: Half,
+    word: type[Scatter] | type[Gather],
+    reads: str,
+    writes: str,
+    stream: str,
+) -> tuple[Plan, ...]:
     return tuple(
         Plan(
             (
-                Scatter(
-                    axis=TENSOR,
-                    root=src,
-                    parts=assignment.lent(half, src),
-                    reads=("units",),
-                    writes=("lent",),
+                word(
+                    axis=TENSOR, root=src, parts=assignment.lent(half, src), reads=(reads,), writes=(writes,)
                 ),
             ),
-            LEND_STREAM,
+            stream,
         )
         for src in assignment.sources(half)
     )
@@ -59,22 +71,3 @@ def _spread(half: Half, units: int, helpers: Sequence[int]) -> tuple[Migrate, ..
     each, more = divmod(units, len(helpers))
     parts = (each + (place < more) for place in range(len(helpers)))
     return tuple(Migrate(0, dst, half, part) for dst, part in zip(helpers, parts, strict=True) if part)
-
-
-def return_plans(assignment: Assignment, half: Half) -> tuple[Plan, ...]:
-    """One for each rank that lends, ascending: "dlent" of each rank -> "dunits" at the one that lent them."""
-    return tuple(
-        Plan(
-            (
-                Gather(
-                    axis=TENSOR,
-                    root=src,
-                    parts=assignment.lent(half, src),
-                    reads=("dlent",),
-                    writes=("dunits",),
-                ),
-            ),
-            RETURN_STREAM,
-        )
-        for src in assignment.sources(half)
-    )
