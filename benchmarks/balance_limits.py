@@ -1,5 +1,6 @@
 """How near migration comes to the most that whole units allow, when it decides by itself: simulated on 8 V100 with the
-models of SEMI-migration's code, and for real on four ranks whose products are slept out.
+models of SEMI-migration's code, and for real on four ranks whose products are slept out; there pruning too, and whether
+what each policy predicted came true.
 
 Run: python benchmarks/balance_limits.py [OUTPUT] [simulated | runtime]. Ceilings are of the products of blocks (qkv,
 out, fc1, fc2), which alone are slow: with any fraction of the work shared out, and with whole units (heads and hidden
@@ -7,8 +8,11 @@ features of the paired way, shares of columns of the others). Reached are the pr
 those with what is in force, each half of a block as long as its slowest rank. Movement that does not hide is in no
 product, so a second figure is taken from whole steps: as if all that they got shorter had been got off the products.
 
-The part "runtime" wants a quiet machine; it starts four ranks, and takes five minutes. Exit code 1 if the paired way
-misses 95% of its ceiling with communication free, or the runtime 80%.
+Predicted is what a policy says of the products when it decides, of a whole step by the share that products had of it;
+naive is the ceiling of units in its place.
+
+The part "runtime" wants a quiet machine; it starts four ranks, and takes ten minutes. Exit code 1 if the paired way
+misses 95% of its ceiling with communication free, or the runtime 80%, or predictions are off by more than 10% (mean).
 """
 
 import csv
@@ -34,6 +38,7 @@ from twinbed.sim.simulate import simulate
 
 SIMULATED_SHARE, RUNTIME_SHARE = 0.95, 0.8  # of the ceiling, that must be reached
 PRODUCTS_SHARE = 0.9  # of a step of four equal ranks, that products must be
+MOST_OFF = 0.1  # predicted speed-ups of the runtime's steps, mean
 
 # ---- simulated
 
@@ -53,8 +58,12 @@ RANKS = 8
 # ---- runtime
 
 FOUR = 4
-CHI = (2, 4, 8)
-POLICIES = ("migrate", "semi")
+SLOW_OF_FOUR: Sequence[tuple[float, ...]] = ((2.0,), (4.0,), (8.0,), (2.0, 2.0), (4.0, 2.0), (4.0, 4.0))
+POLICIES: Mapping[str, tuple[str, ...]] = {
+    "resize": ("balance=resize", "balance.accuracy_budget=2"),
+    "migrate": ("balance=migrate",),
+    "semi": ("balance=semi", "balance.accuracy_budget=0.5"),
+}
 # FLOP/s of a rank's products: they are slept out to 1.2 s of a step, many times what they take here
 RATE = 4.5e7
 RUN = (
@@ -77,7 +86,7 @@ RUN = (
     "batch.micro=2",
     "train.timeout_s=120",
 )
-PERIODS = 3  # of the default length
+PERIODS, PERIOD = 3, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +235,7 @@ class Measured:
     Args:
         products, share: Speed-up of products, and that over `integral`.
         steps, steps_share: The same of whole steps, in which products are not all.
+        predicted, naive: Of whole steps, by the policy, and by `integral`.
         against_equal: A step over that of four equal ranks.
         overhead: Of measuring and deciding, of all steps.
     """
@@ -239,6 +249,8 @@ class Measured:
     step_s: float
     steps: float
     steps_share: float
+    predicted: float
+    naive: float
     against_equal: float
     overhead: float
     actions: str
@@ -246,11 +258,11 @@ class Measured:
 
 def measured(folder: Path) -> bool:
     cases = {"equal": real("balance=migrate")}
-    for chi in CHI:
-        slow = f"cluster.slowdown={{0:{chi}}}"
-        cases[f"none {chi}"] = real(slow, steps=3)
-        for policy in POLICIES:
-            cases[f"{policy} {chi}"] = real(slow, f"balance={policy}")
+    for factors in SLOW_OF_FOUR:
+        slow = "cluster.slowdown={" + ",".join(f"{rank}:{by:g}" for rank, by in enumerate(factors)) + "}"
+        cases[f"none {shown(factors)}"] = real(slow, steps=3)
+        for policy, keys in POLICIES.items():
+            cases[f"{policy} {shown(factors)}"] = real(slow, *keys)
     watch = BusyWatch()
     outcome = launch_local(
         folder,
@@ -270,43 +282,62 @@ def measured(folder: Path) -> bool:
         f"{FOUR} equal ranks: a step takes {equal_s:.3f} s, of it products {equal_products_s / equal_s:.1%}\n"
     )
     rows = [
-        measured_row(
-            chi, policy, cases[f"{policy} {chi}"], results[f"{policy} {chi}"], results[f"none {chi}"], equal_s
-        )
-        for chi, policy in itertools.product(CHI, POLICIES)
+        measured_row(factors, policy, cases, results, equal_s)
+        for factors, policy in itertools.product(SLOW_OF_FOUR, POLICIES)
     ]
     print(
-        f"{'slow':>4} {'policy':8} {'whole':>6} {'units':>6} {'reached':>7} {'share':>6} {'step':>7} {'steps':>6} "
-        f"{'share':>6} {'of equal':>8} {'overhead':>8}  in force"
+        f"{'slow':>5} {'policy':8} {'whole':>6} {'units':>6} {'reached':>7} {'share':>6} {'step':>7} {'steps':>6} "
+        f"{'share':>6} {'predicted':>9} {'naive':>6} {'of equal':>8} {'overhead':>8}  in force"
     )
     for row in rows:
         print(
-            f"{row.slow:>4} {row.policy:8} {row.fractional:6.2f} {row.integral:6.2f} {row.products:7.2f} "
-            f"{row.share:6.1%} {row.step_s:6.3f}s {row.steps:6.2f} {row.steps_share:6.1%} "
-            f"{row.against_equal:8.2f} {row.overhead:8.2%}  {row.actions}"
+            f"{row.slow:>5} {row.policy:8} {row.fractional:6.2f} {row.integral:6.2f} {row.products:7.2f} "
+            f"{row.share:6.1%} {row.step_s:6.3f}s {row.steps:6.2f} {row.steps_share:6.1%} {row.predicted:9.2f} "
+            f"{row.naive:6.2f} {row.against_equal:8.2f} {row.overhead:8.2%}  {row.actions}"
         )
     write_csv(folder / "runtime.csv", Measured, rows)
     least = min(row.share for row in rows if row.policy == "migrate")
     print(f"\nmigrate: at least {least:.1%} of the ceiling of units ({RUNTIME_SHARE:.0%})")
+    errors = [abs(row.predicted / row.steps - 1) for row in rows]
+    naive = [abs(row.naive / row.steps - 1) for row in rows]
+    print(
+        f"predicted against measured steps, {len(rows)} runs: mean error {statistics.mean(errors):.1%} "
+        f"({MOST_OFF:.0%}), worst {max(errors):.1%}; naive {statistics.mean(naive):.1%}, worst {max(naive):.1%}"
+    )
     if equal_products_s < PRODUCTS_SHARE * equal_s:
         print(
             f"products are less than {PRODUCTS_SHARE:.0%} of a step: too much else is done for these figures"
         )
         return True
-    return least < RUNTIME_SHARE
+    return least < RUNTIME_SHARE or statistics.mean(errors) > MOST_OFF
+
+
+def shown(factors: Sequence[float]) -> str:
+    return ",".join(f"{by:g}" for by in factors)
 
 
 def measured_row(
-    chi: int, policy: str, case: Composed, result: Mapping[str, Any], none: Mapping[str, Any], equal_s: float
+    factors: Sequence[float],
+    policy: str,
+    cases: Mapping[str, Composed],
+    results: Mapping[str, Mapping[str, Any]],
+    equal_s: float,
 ) -> Measured:
-    ceilings = Ceilings.of((float(chi), *(1.0,) * (FOUR - 1)), case.experiment, case.spec)
+    name, none = f"{policy} {shown(factors)}", results[f"none {shown(factors)}"]
+    slowness = (*factors, *(1.0,) * (FOUR - len(factors)))
+    # its units are what migration could move, whatever the policy
+    case = cases[f"migrate {shown(factors)}"]
+    ceilings = Ceilings.of(slowness, case.experiment, case.spec)
+    result = results[name]
     group = result["balance"]["groups"][0]
     periods = group["periods"]
-    products = products_s(periods[0]) / products_s(periods[-1])  # nothing is in force in the first
-    step_s = settled_s(result)
-    steps = none["iteration_s"]["p50"] / step_s
+    even_s = products_s(periods[0])  # nothing is in force in the first
+    products = even_s / products_s(periods[-1])
+    step_s, none_s = settled_s(result), none["iteration_s"]["p50"]
+    steps = none_s / step_s
+    predicted = decided(periods)["predicted_speedup"]
     return Measured(
-        str(chi),
+        shown(factors),
         policy,
         ceilings.fractional,
         ceilings.integral,
@@ -315,10 +346,19 @@ def measured_row(
         step_s,
         steps,
         steps / ceilings.integral,
+        none_s / (none_s - even_s * (1 - 1 / predicted)),
+        none_s / (none_s - even_s * (1 - 1 / ceilings.integral)),
         step_s / equal_s,
         group["overhead_s"] / sum(result["iterations_s"]),
         periods[-1]["actions"],
     )
+
+
+def decided(periods: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The period at whose end what is in force at last came to be."""
+    actions = periods[-1]["actions"]
+    in_force = itertools.takewhile(lambda period: period["actions"] == actions, reversed(periods))
+    return list(in_force)[-1]
 
 
 def settled_s(result: Mapping[str, Any]) -> float:
@@ -329,8 +369,8 @@ def settled_s(result: Mapping[str, Any]) -> float:
 
 
 def real(*keys: str, steps: int | None = None) -> Composed:
-    period = compose(RUN).experiment.balance.period
-    return compose([*RUN, *keys, f"steps={steps or PERIODS * period}", "warmup_steps=1"])
+    of_period = [f"balance.period={PERIOD}"] if steps is None else []
+    return compose([*RUN, *keys, *of_period, f"steps={steps or PERIODS * PERIOD}", "warmup_steps=1"])
 
 
 def write_csv(path: Path, of: type[Any], rows: Iterable[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 from enum import Enum
+from typing import Any
 
 from .model_spec import ModelSpec
 from .schema import Backend, BalanceConf, Engine, ExperimentConf, Recompute, Target, Way
@@ -32,6 +33,15 @@ def check_balance(experiment: ExperimentConf, spec: ModelSpec) -> list[str]:
             "start anew from a checkpoint (train.resume_from)"
         )
     return warnings
+
+
+def guessed_by_balance(experiment: ExperimentConf) -> list[dict[str, Any]]:
+    """For a record's `guessed_inputs`: what a budget of accuracy is held to rests on another training than this."""
+    conf = experiment.balance
+    if not conf.guesses_points:
+        return []
+    points = conf.points(experiment.parallel.tensor)
+    return [{"key": "balance.loss_points", "value": str([[ratio, round(cost, 3)] for ratio, cost in points])}]
 
 
 def _refuse_tensor(experiment: ExperimentConf, which: str) -> None:

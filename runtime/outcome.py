@@ -20,6 +20,7 @@ from ..analysis.record import (
     new_result,
     write_record,
 )
+from ..conf.balance_check import guessed_by_balance
 from ..conf.model_flop import train_flop_per_token
 from ..conf.model_spec import ModelSpec
 from ..conf.schema import ExperimentConf
@@ -143,6 +144,7 @@ def _record(
     result |= {
         "status": "ok",
         "warnings": list(case.warnings),
+        "guessed_inputs": guessed_by_balance(experiment),
         "iteration_s": iteration_stats(times_s, warmup),
         "iterations_s": times_s,
         "loss": [step.loss for step in metrics],

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..analysis.record import Decision, Record, iteration_stats, means_of, new_result
+from ..conf.balance_check import guessed_by_balance
 from ..conf.model_spec import ModelSpec
 from ..conf.offload_check import check_offload
 from ..conf.schema import Backend, ClusterConf, Engine, ExperimentConf, Target
@@ -419,7 +420,7 @@ def _alike(run: Run, nominal: Simulated, classes: Sequence[RankClass]) -> list[t
 
 
 def _guessed_inputs(experiment: ExperimentConf) -> list[dict[str, Any]]:
-    guessed, cluster = [], experiment.cluster
+    guessed, cluster = guessed_by_balance(experiment), experiment.cluster
     for key, (worst, best) in sorted(_guesses(experiment).items()):
         value = _value(cluster, key)
         guessed.append({"key": f"cluster.{key}", "value": value, "worst": worst, "best": best})

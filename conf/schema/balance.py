@@ -8,7 +8,10 @@ from typing import Any
 
 from .limits import require
 
+# Measured by benchmarks/balance_accuracy.py: a small ViT on pictures of clothes, one of two ranks pruned throughout. Of
+# any other training it is a guess.
 LOSS_POINTS = ((0.25, 0.3), (0.5, 0.7), (0.75, 1.5))
+LOSS_RANKS = 2
 BALANCES = ("none", "resize", "migrate", "semi", "batch", "layers")
 
 
@@ -74,7 +77,8 @@ class BalanceConf:
     # resize, semi: points of accuracy that pruning may cost; null: no bound but max_ratio
     accuracy_budget: float | None = None
     # resize, semi: [[ratio, points], ...] that pruning one rank of a group throughout a training costs; straight lines
-    # lie between, and from 0 at 0. null: a guess (LOSS_POINTS); benchmarks/balance_accuracy.py measures it for one task
+    # lie between, and from 0 at 0. null: a guess from one small training (LOSS_POINTS), less in larger groups, where a
+    # rank has fewer of the columns; benchmarks/balance_accuracy.py measures it
     loss_points: Any = None
     way: Way = Way.paired  # migrate, semi
     # migrate, semi: two timed movements of each kind before the first step; without, movement counts as free
@@ -89,12 +93,21 @@ class BalanceConf:
         require(0 <= self.max_ratio < 1, "balance.max_ratio", self.max_ratio, "in [0, 1)")
         budget = self.accuracy_budget
         require(budget is None or budget >= 0, "balance.accuracy_budget", budget, ">= 0 points, or null")
-        _points(self.loss_points)
+        if self.loss_points is not None:
+            _points(self.loss_points)
+
+    def points(self, ranks: int) -> tuple[tuple[float, float], ...]:
+        """(ratio, points of accuracy that it costs), in the order of ratios, in a group of so many ranks. What was
+        measured elsewhere is taken by the share of all columns that is left out; what is given is of this group.
+        """
+        if self.loss_points is not None:
+            return _points(self.loss_points)
+        return tuple((ratio, cost * LOSS_RANKS / ranks) for ratio, cost in LOSS_POINTS)
 
     @property
-    def points(self) -> tuple[tuple[float, float], ...]:
-        """(ratio, points of accuracy that it costs), in the order of ratios."""
-        return _points(self.loss_points)
+    def guesses_points(self) -> bool:
+        """Whether decisions rest on what pruning cost in another training."""
+        return self.prunes and self.accuracy_budget is not None and self.loss_points is None
 
     @property
     def active(self) -> bool:
@@ -116,8 +129,6 @@ class BalanceConf:
 
 def _points(given: Any) -> tuple[tuple[float, float], ...]:
     """(ratio, points) in the order of ratios, of which points must not fall."""
-    if given is None:
-        return LOSS_POINTS
     key = "balance.loss_points"
     pairs = list(given.items()) if isinstance(given, Mapping) else given
     try:

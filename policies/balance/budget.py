@@ -26,8 +26,9 @@ class AccuracyBudget:
         self._max_ratio = max_ratio
 
     @classmethod
-    def of(cls, conf: BalanceConf) -> Self:
-        return cls(conf.points, conf.accuracy_budget, conf.max_ratio)
+    def of(cls, conf: BalanceConf, ranks: int) -> Self:
+        """Of a group of so many ranks."""
+        return cls(conf.points(ranks), conf.accuracy_budget, conf.max_ratio)
 
     def points(self, ratio: float) -> float:
         """That pruning one rank by `ratio` throughout costs."""

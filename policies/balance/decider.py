@@ -32,7 +32,7 @@ class Decider(ABC):
     def __init__(self, conf: BalanceConf, work: BlockWork) -> None:
         self._conf = conf
         self._work = work
-        self._budget = AccuracyBudget.of(conf)
+        self._budget = AccuracyBudget.of(conf, work.ranks)
         self._tracker = SpeedTracker(work, conf.slack)
         self._movement: dict[Half, MovementCost] = {}
         self._changes: ChangesMeasured | None = None

@@ -46,6 +46,7 @@ from .balance_group import Group, work_of
 ROOT = Path(__file__).resolve().parents[2]
 MIX = (8.0, 6.0, 4.0, 2.0, 1.0, 1.0, 1.0, 1.0)
 NAMES = ("resize", "migrate", "semi")
+POINTS = ((0.25, 0.3), (0.5, 0.7), (0.75, 1.5))  # (ratio, what it costs)
 
 
 def one_of_eight(chi: float) -> tuple[float, ...]:
@@ -88,16 +89,24 @@ def test_ratio_has_a_limit_and_several_ranks_have_their_own() -> None:
 def test_a_fixed_ratio_is_for_all_stragglers_within_the_budget() -> None:
     assert ratios(settled(MIX, name="resize", ratio=0.3)) == [0.3] * 4 + [0] * 4
     # four at 0.5 would cost 2.8 points
-    found = ratios(settled(MIX, name="resize", ratio=0.5, accuracy_budget=1.2))
+    found = ratios(settled(MIX, name="resize", ratio=0.5, accuracy_budget=1.2, loss_points=POINTS))
     assert found == [pytest.approx(0.25, abs=1e-4)] * 4 + [0] * 4
     assert settled(one_of_eight(4.0), name="resize", ratio=0.0).assignment.is_even
 
 
 def test_points_of_pruning() -> None:
-    budget = AccuracyBudget(((0.25, 0.3), (0.5, 0.7), (0.75, 1.5)), 0.5, 0.9)
+    budget = AccuracyBudget(POINTS, 0.5, 0.9)
     for ratio, points in ((0, 0), (0.125, 0.15), (0.25, 0.3), (0.375, 0.5), (0.75, 1.5), (0.875, 1.9)):
         assert budget.points(ratio) == pytest.approx(points)
     assert budget.to_level({0: 8.0}, 1.0) == {0: pytest.approx(0.375, abs=1e-4)}
+
+
+def test_points_that_were_measured_elsewhere_count_by_the_share_of_all_columns() -> None:
+    few, many = (AccuracyBudget.of(BalanceConf(name="semi", accuracy_budget=0.5), ranks) for ranks in (2, 8))
+    given = AccuracyBudget.of(BalanceConf(name="semi", accuracy_budget=0.5, loss_points=POINTS), 8)
+    for ratio in (0.25, 0.5, 0.75):
+        assert few.points(ratio) == pytest.approx(4 * many.points(ratio))
+        assert given.points(ratio) == dict(POINTS)[ratio]
 
 
 @given(
@@ -107,7 +116,7 @@ def test_points_of_pruning() -> None:
 )
 @settings(deadline=None)
 def test_stragglers_share_a_budget_to_the_last(slowness: list[float], allowed: float, goal: float) -> None:
-    budget = AccuracyBudget(((0.25, 0.3), (0.5, 0.7), (0.75, 1.5)), allowed, 0.9)
+    budget = AccuracyBudget(POINTS, allowed, 0.9)
     times = dict(enumerate(slowness))
     found = budget.to_level(times, goal)
     spent = sum(map(budget.points, found.values()))
@@ -359,7 +368,7 @@ def test_what_holds_of_all_answers(
 ) -> None:
     ranks = len(slowness)
     work = work_of(ranks, heads=heads * ranks, hidden=64 * heads * ranks)
-    conf = BalanceConf(name=name, accuracy_budget=budget)
+    conf = BalanceConf(name=name, accuracy_budget=budget, loss_points=POINTS)
     group = Group(work, conf, free_bytes=free * 2 * work.blocks * work.unit_bytes(Half.ffn))
     if movement is not None:
         start, unit = movement
@@ -382,7 +391,7 @@ def test_what_holds_of_all_answers(
                 done.received(half, rank) <= event.free_bytes[rank] // literal for rank in range(ranks)
             )
         if budget is not None:
-            points = AccuracyBudget.of(conf)
+            points = AccuracyBudget.of(conf, ranks)
             assert sum(points.points(done.ratio(rank, "")) for rank in range(ranks)) <= budget + 1e-6
         if name == "resize":
             assert all(isinstance(action, Prune) for action in done.actions)
@@ -397,7 +406,9 @@ def test_what_holds_of_all_answers(
 
 
 def test_noisy_logs_replay() -> None:
-    conf = BalanceConf(name="semi", accuracy_budget=0.5, selection=Selection.differentiated)
+    conf = BalanceConf(
+        name="semi", accuracy_budget=0.5, loss_points=POINTS, selection=Selection.differentiated
+    )
     group = Group(work_of(4), conf, noise=0.1, seed=3)
     list(group.periods([(1.0, 1.0, 4.0, 1.0)] * 5))
     group.tell(ChangesMeasured(6, tuple(tuple(0.1 * (1 + i + rank) for i in range(8)) for rank in range(4))))
@@ -445,7 +456,9 @@ def test_events_are_what_their_words_say(event: BalanceEvent) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_decision_takes_less_than_5_ms(name: str) -> None:
-    group = Group(work_of(8, blocks=24, heads=16), BalanceConf(name=name, accuracy_budget=0.5))
+    group = Group(
+        work_of(8, blocks=24, heads=16), BalanceConf(name=name, accuracy_budget=0.5, loss_points=POINTS)
+    )
     for half in Half:
         group.tell(MovementTimed(half, (1, 101), (100_000, 1_000_000)))
     took = []
@@ -462,7 +475,8 @@ def test_a_decision_takes_less_than_5_ms(name: str) -> None:
 def told_of_links(name: str, slowness: Sequence[float], bandwidth_Bps: float, points: float) -> Group:
     """Of 24 blocks, told of links of so many bytes a second, and settled."""
     group = Group(
-        work_of(8, heads=16, blocks=24, hidden=2048), BalanceConf(name=name, accuracy_budget=points)
+        work_of(8, heads=16, blocks=24, hidden=2048),
+        BalanceConf(name=name, accuracy_budget=points, loss_points=POINTS),
     )
     for half in Half:
         own = group.work.units[half]
@@ -614,7 +628,7 @@ def test_what_pruning_takes_beside_is_learned(overhead: float) -> None:
 def test_a_second_look_at_what_pruning_takes_ends_what_does_not_pay(name: str) -> None:
     """Half a point allows four stragglers a tenth of their columns each: less than pruning takes beside."""
     work = work_of(8)
-    group = Group(work, BalanceConf(name=name, accuracy_budget=0.5), overhead=0.2)
+    group = Group(work, BalanceConf(name=name, accuracy_budget=0.5, loss_points=POINTS), overhead=0.2)
     for half in Half:  # nothing can move
         group.tell(MovementTimed(half, (1, 2), (10**12, 2 * 10**12)))
     now = (2.5,) * 4 + (1.0,) * 4
@@ -629,7 +643,12 @@ def test_a_second_look_at_what_pruning_takes_ends_what_does_not_pay(name: str) -
 def test_columns_are_not_gained_by_pruning_another() -> None:
     """Of answers that are as good the one in force stays."""
     now = (2.6, 2.6, 2.6, 2.6, 1.0, 1.0, 1.0, 1.0)
-    group = Group(work_of(8, heads=16), BalanceConf(name="semi", accuracy_budget=0.5), noise=0.01, seed=3)
+    group = Group(
+        work_of(8, heads=16),
+        BalanceConf(name="semi", accuracy_budget=0.5, loss_points=POINTS),
+        noise=0.01,
+        seed=3,
+    )
     changed = list(group.periods([now] * 30))
     assert any(group.assignment.prunes(rank) for rank in range(4))
     assert sum(changed) <= 2
