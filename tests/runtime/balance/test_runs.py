@@ -84,6 +84,8 @@ def test_a_run_tells_what_was_balanced(tmp_path: Path) -> None:
     assert outcome.status == "ok", outcome.error
     (group,) = result(tmp_path, "semi")["balance"]["groups"]
     assert group["ranks"] == [0, 1, 2, 3]
+    (guess,) = result(tmp_path, "semi")["guessed_inputs"]
+    assert guess["key"] == "balance.loss_points"
     assert [period["step"] for period in group["periods"]] == [2, 4, 6, 8, 10]
     assert [period["actions"] for period in group["periods"]] == [
         "migrate 1 attention from 0 to 1, migrate 3 ffn from 0 to 2",

@@ -11,6 +11,7 @@ import pytest
 from twinbed.analysis.record import Decision
 from twinbed.conf.schema import (
     Backend,
+    BalanceConf,
     DeviceConf,
     Engine,
     HostConf,
@@ -334,6 +335,22 @@ def test_one_seed_gives_one_result(make, spec_of, scripted):
         for _ in range(2)
     ]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "guessed"),
+    [
+        ({"name": "semi", "accuracy_budget": 0.5}, True),
+        ({"name": "semi", "accuracy_budget": 0.5, "loss_points": [[0.5, 1.0]]}, False),
+        ({"name": "resize"}, False),  # no budget: nothing rests on it
+        ({"name": "migrate"}, False),
+    ],
+)
+def test_what_pruning_cost_in_another_training_is_listed_as_a_guess(make, spec_of, changes, guessed):
+    experiment = replace(make(4), balance=BalanceConf(**changes))
+    result = simulate(experiment, spec=spec_of()).result
+    found = [each for each in result["guessed_inputs"] if each["key"] == "balance.loss_points"]
+    assert len(found) == guessed
 
 
 def test_every_guess_has_policies_of_its_own(make, spec_of, scripted):
