@@ -6,12 +6,13 @@ own all-reduce, as do gradients of the input of a layer that is cut by its outpu
 
 Two ways: `broadcast` (all that is lent goes to all ranks, results are reduced to the owner) and `scatter` (each helper
 gets its columns alone, and pieces come back). Weights go out once and are kept for backward; the released code sends
-them twice. Movement runs beside the rank's own product.
+them twice. Movement runs beside the rank's own product: what goes out while helpers compute of their own, and of second
+products gradients come back while they do, for they compute what is borrowed first. `column_costs` counts it so.
 
 Which columns move does not matter, as all are computed: the last ones do, so that no list of them has to be sent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...conf.schema import Way
@@ -34,6 +35,7 @@ from ..plan import (
 )
 from .assignment import Assignment
 from .movement import LEND_STREAM, RETURN_STREAM
+from .policy import Leg
 from .work import Product
 
 
@@ -59,6 +61,16 @@ def column_plans(
     return Plan.of_operands(forward, LAYER_STREAM), Plan.of_operands(backward, LAYER_STREAM)
 
 
+def leg_plans(assignment: Assignment, product: Product, rank: int, way: Way) -> dict[Leg, Plan]:
+    """What `column_plans` moves, without the products: what one rank does in each leg, to be timed.
+
+    Operands are x, weight, y and dy of an even split. Copies stand for what products make.
+    """
+    rank_plans = _RankPlans(assignment, product, rank, way is Way.broadcast)
+    legs = rank_plans.first_legs() if product.is_first else rank_plans.second_legs()
+    return {leg: Plan.of_operands(steps, LAYER_STREAM) for leg, steps in legs.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class _Lender:
     """A rank that lends: `kept` of its columns stay, and each rank gets `parts` of the others."""
@@ -77,6 +89,17 @@ class _Lender:
 
 
 Both = tuple[tuple[Step, ...], tuple[Step, ...]]
+
+
+def _to_owner(lender: _Lender, name: str) -> Step:
+    return ReduceTo(
+        axis=TENSOR,
+        root=lender.rank,
+        op=ReduceOp.sum,
+        stream=RETURN_STREAM,
+        reads=(name,),
+        writes=(name,),
+    )
 
 
 class _RankPlans:
@@ -108,19 +131,7 @@ class _RankPlans:
         forward += self._own_product("y")
         for lender in self._lenders:
             forward += self._partial_output(lender)
-        backward: list[Step] = []
-        for (
-            lender
-        ) in self._lenders:  # all ranks' dy has one shape, so each reads its own as a place for another's
-            backward.append(
-                Broadcast(
-                    axis=TENSOR,
-                    root=lender.rank,
-                    stream=LEND_STREAM,
-                    reads=("dy",),
-                    writes=(f"dy_{lender.rank}",),
-                )
-            )
+        backward = [self._output_gradient(lender) for lender in self._lenders]
         backward += self._own_gradients("dx_part")
         if self._own is not None:
             backward.append(Place(first=0, total=self._columns, reads=("dx_home",), writes=("dx_part",)))
@@ -151,17 +162,30 @@ class _RankPlans:
             steps = self._helper_product(lender, name, x="x", first=lender.kept, add=False)
         elif lender is not self._own:
             steps = [Apply(function="zeros", reads=("y",), writes=(name,))]
-        return [
-            *steps,
-            ReduceTo(
-                axis=TENSOR,
-                root=lender.rank,
-                op=ReduceOp.sum,
-                stream=RETURN_STREAM,
-                reads=(name,),
-                writes=(name,),
-            ),
-        ]
+        return [*steps, _to_owner(lender, name)]
+
+    @staticmethod
+    def _output_gradient(lender: _Lender) -> Step:
+        """All ranks' dy has one shape, so each reads its own as a place for another's."""
+        return Broadcast(
+            axis=TENSOR,
+            root=lender.rank,
+            stream=LEND_STREAM,
+            reads=("dy",),
+            writes=(f"dy_{lender.rank}",),
+        )
+
+    def first_legs(self) -> dict[Leg, list[Step]]:
+        outputs: list[Step] = []
+        for lender in self._lenders:
+            name = f"y_{lender.rank}"
+            outputs += [Apply(function="zeros", reads=("y",), writes=(name,)), _to_owner(lender, name)]
+        return {
+            Leg.weights: [step for lender in self._lenders for step in self._send(lender, "weight")],
+            Leg.outputs: outputs,
+            Leg.output_gradients: [self._output_gradient(lender) for lender in self._lenders],
+            Leg.weight_gradients: self._returned({"dweight": "weight"}),
+        }
 
     # ---- a product that is cut by its inputs: y is summed anyway
 
@@ -174,17 +198,38 @@ class _RankPlans:
             x = f"x_lent_{lender.rank}"
             forward += self._helper_product(lender, "y_part", x=x, first=0, add=True)
         forward.append(AllReduce(axis=TENSOR, op=ReduceOp.sum, reads=("y_part",), writes=("y",)))
-        backward = self._own_gradients("dx")
+        backward: list[Step] = []
         for lender in self._helped():
             backward += self._helper_gradients(lender, "dy")
         for lender in self._lenders:
             backward += self._return(lender, "dx", like="x") + self._return(lender, "dweight", like="weight")
+        backward += self._own_gradients("dx")
         if self._own is not None:
             backward.append(Join(reads=("dx_home", "dx_back"), writes=("dx",)))
             backward.append(Join(reads=("dweight_home", "dweight_back"), writes=("dweight",)))
         return tuple(forward), tuple(backward)
 
+    def second_legs(self) -> dict[Leg, list[Step]]:
+        sent = [self._send(lender, what) for lender in self._lenders for what in ("weight", "x")]
+        return {
+            Leg.operands: [step for steps in sent for step in steps],
+            Leg.gradients: self._returned({"dx": "x", "dweight": "weight"}),
+        }
+
     # ---- what both share
+
+    def _returned(self, likes: Mapping[str, str]) -> list[Step]:
+        """What comes back, without the products that make it."""
+        steps: list[Step] = []
+        for lender in self._lenders:
+            for what, like in likes.items():
+                made = (f"{what}_{lender.rank}", lender.parts[self._rank])
+                if lender is self._own:
+                    made = (f"{like}_home", 1)  # of which a gather reads how large a column is
+                if made[1]:
+                    steps.append(Part(first=0, size=made[1], reads=(like,), writes=made[:1]))
+                steps += self._return(lender, what, like=like)
+        return steps
 
     def _send(self, lender: _Lender, what: str) -> list[Step]:
         """The lent columns of a lender's weights or activation."""
@@ -195,18 +240,17 @@ class _RankPlans:
                 lent,
                 Broadcast(axis=TENSOR, root=lender.rank, stream=LEND_STREAM, reads=(name,), writes=(name,)),
             ]
-        return [
-            lent,
-            Scatter(
-                axis=TENSOR,
-                root=lender.rank,
-                parts=lender.parts,
-                dim=-1,
-                stream=LEND_STREAM,
-                reads=(name,),
-                writes=(name,),
-            ),
-        ]
+        owns = lender is self._own
+        scatter = Scatter(
+            axis=TENSOR,
+            root=lender.rank,
+            parts=lender.parts,
+            dim=-1,
+            stream=LEND_STREAM,
+            reads=(name if owns else what,),  # of its own a helper reads how large a column is
+            writes=(name,),
+        )
+        return [lent, scatter] if owns else [scatter]
 
     def _own_product(self, made: str) -> list[Step]:
         if self._own is None:
