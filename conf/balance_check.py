@@ -4,7 +4,7 @@ from dataclasses import fields
 from enum import Enum
 
 from .model_spec import ModelSpec
-from .schema import Backend, BalanceConf, Engine, ExperimentConf, Recompute, Target, Way
+from .schema import Backend, BalanceConf, Engine, ExperimentConf, Recompute, Target
 
 
 def check_balance(experiment: ExperimentConf, spec: ModelSpec) -> list[str]:
@@ -64,11 +64,6 @@ def _refuse_tensor(experiment: ExperimentConf, which: str) -> None:
         raise ValueError(
             f"recompute={experiment.recompute.value} with {which}: must be none; what was lent would have to be lent "
             "again within backward"
-        )
-    if conf.prunes and conf.moves and conf.way is not Way.paired:
-        raise ValueError(
-            f"balance.way={conf.way.value} with {which}: must be paired, for what movement costs is told by whole "
-            "units; use balance=migrate for ways by columns"
         )
     replicas = experiment.cluster.num_ranks // parallel.ranks_a_replica
     if conf.prunes and conf.pruned_state.value == "frozen" and replicas > 1:

@@ -88,7 +88,6 @@ CASES = [
         ["balance.loss_points", "do not fall"],
     ),
     (["balance=semi", "parallel.tensor=2", "balance.loss_points=3"], ["balance.loss_points=3", "pairs"]),
-    (["balance=semi", "parallel.tensor=2", "balance.way=broadcast"], ["balance.way=broadcast", "paired"]),
 ]
 
 

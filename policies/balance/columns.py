@@ -9,7 +9,8 @@ gets its columns alone, and pieces come back). Weights go out once and are kept 
 them twice. Movement runs beside the rank's own product: what goes out while helpers compute of their own, and of second
 products gradients come back while they do, for they compute what is borrowed first. `column_costs` counts it so.
 
-Which columns move does not matter, as all are computed: the last ones do, so that no list of them has to be sent.
+Which columns move does not matter, as all are computed: the last ones do, so that no list of them has to be sent. A
+rank that prunes leaves some of those out that it does not lend; it computes none of others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +23,10 @@ from ..plan import (
     AllReduce,
     Apply,
     Broadcast,
+    Fill,
     Gather,
     Join,
+    Keep,
     Multiply,
     Part,
     Place,
@@ -33,18 +36,21 @@ from ..plan import (
     Scatter,
     Step,
 )
-from .assignment import Assignment
+from .assignment import Assignment, kept_columns
 from .movement import LEND_STREAM, RETURN_STREAM
 from .policy import Leg
 from .work import Product
 
 
 def column_plans(
-    assignment: Assignment, product: Product, rank: int, way: Way, *, bias: bool
+    assignment: Assignment, product: Product, rank: int, way: Way, *, bias: bool, ratio: float = 0.0
 ) -> tuple[Plan, Plan]:
     """One rank's forward and backward of a product. All ranks meet in the same collectives, in the same order.
 
     Operands are those of `Kind.linear`: x, weight and bias make y; dy makes dx, dweight and dbias.
+
+    Args:
+        ratio: Of the columns that the rank computes, the share that it leaves out.
 
     Raises:
         ValueError: If the way is none of columns.
@@ -53,7 +59,7 @@ def column_plans(
         raise ValueError("balance.way=paired moves heads and hidden units: must be broadcast or scatter")
     if not assignment.work.by_columns:
         raise ValueError(f"balance.way={way.value} needs units that are columns (`column_work`)")
-    rank_plans = _RankPlans(assignment, product, rank, way is Way.broadcast)
+    rank_plans = _RankPlans(assignment, product, rank, way is Way.broadcast, ratio)
     forward, backward = rank_plans.first() if product.is_first else rank_plans.second()
     if bias:
         forward = (*forward, Apply(function="add_bias", reads=("y", "bias"), writes=("y",)))
@@ -103,7 +109,9 @@ def _to_owner(lender: _Lender, name: str) -> Step:
 
 
 class _RankPlans:
-    def __init__(self, assignment: Assignment, product: Product, rank: int, broadcast: bool) -> None:
+    def __init__(
+        self, assignment: Assignment, product: Product, rank: int, broadcast: bool, ratio: float = 0.0
+    ) -> None:
         work, half = assignment.work, product.half
         each = work.columns(product, 1)
         self._rank, self._broadcast = rank, broadcast
@@ -117,6 +125,8 @@ class _RankPlans:
             for src in assignment.sources(half)
         )
         self._own = next((lender for lender in self._lenders if lender.rank == rank), None)
+        self._home = self._columns if self._own is None else self._own.kept  # columns that are not lent
+        self._computed = kept_columns(self._home, ratio)
 
     def _helped(self) -> Sequence[_Lender]:
         """Those some of whose columns this rank computes."""
@@ -252,27 +262,37 @@ class _RankPlans:
         )
         return [lent, scatter] if owns else [scatter]
 
+    @property
+    def _prunes(self) -> bool:
+        return self._computed < self._home
+
     def _own_product(self, made: str) -> list[Step]:
-        if self._own is None:
+        if self._own is None and not self._prunes:
             return [Multiply(transpose_right=True, reads=("x", "weight"), writes=(made,))]
-        kept = self._own.kept
-        return [
-            Part(first=0, size=kept, reads=("x",), writes=("x_home",)),
-            Part(first=0, size=kept, reads=("weight",), writes=("weight_home",)),
-            Multiply(transpose_right=True, reads=("x_home", "weight_home"), writes=(made,)),
-        ]
+
+        def home(what: str) -> Step:
+            if self._prunes:
+                return Keep(size=self._computed, of=self._home, reads=(what,), writes=(f"{what}_home",))
+            return Part(first=0, size=self._home, reads=(what,), writes=(f"{what}_home",))
+
+        product = Multiply(transpose_right=True, reads=("x_home", "weight_home"), writes=(made,))
+        return [home("x"), home("weight"), product]
 
     def _own_gradients(self, dx: str) -> list[Step]:
-        """Of a lender: of the columns that it keeps, "dx_home" and "dweight_home"."""
-        if self._own is None:
-            return [
-                Multiply(reads=("dy", "weight"), writes=(dx,)),
-                Multiply(transpose_left=True, reads=("dy", "x"), writes=("dweight",)),
-            ]
-        return [
-            Multiply(reads=("dy", "weight_home"), writes=("dx_home",)),
-            Multiply(transpose_left=True, reads=("dy", "x_home"), writes=("dweight_home",)),
+        """Of a lender: of the columns that it does not lend, "dx_home" and "dweight_home"."""
+        lends = self._own is not None
+        dx, dweight = ("dx_home", "dweight_home") if lends else (dx, "dweight")
+        home = "_home" if lends or self._prunes else ""
+        steps: list[Step] = [
+            Multiply(reads=("dy", f"weight{home}"), writes=(dx,)),
+            Multiply(transpose_left=True, reads=("dy", f"x{home}"), writes=(dweight,)),
         ]
+        if self._prunes:
+            steps += [
+                Fill(of=self._home, of_input=made == dx, reads=(made,), writes=(made,))
+                for made in (dx, dweight)
+            ]
+        return steps
 
     def _helper_product(self, lender: _Lender, made: str, *, x: str, first: int, add: bool) -> list[Step]:
         """Of a helper's part of what was lent: `x` holds it from `first` on (a scatter brought that part alone)."""

@@ -31,7 +31,7 @@ Timed = Callable[[Segment], int]  # nanoseconds until the last rank has ended it
 def movements_timed(
     work: BlockWork, mesh: Mesh, way: Way, timed: Timed
 ) -> tuple[MovementTimed | ColumnsTimed, ...]:
-    """For each half, if units of it can move, what is moved before the first step; of all groups of the mesh at once."""
+    """For each half of which units can move: what is moved before the first step, of all groups of the mesh at once."""
     found: list[MovementTimed | ColumnsTimed] = []
     for half in Half:
         moved = pretest_moves(work, half)

@@ -33,6 +33,12 @@ CASES: Mapping[str, Mapping[str, Sequence[str]]] = {
         "broadcast": ("balance=migrate", "balance.way=broadcast", "train.eval_every=3"),
         "scatter": ("balance=migrate", "balance.way=scatter"),
         "semi": ("balance=semi", "batch.accumulation=2"),
+        "semi, columns": (
+            "balance=semi",
+            "balance.way=scatter",
+            "balance.accuracy_budget=0.6",
+            "cluster.slowdown={3:6,1:3}",
+        ),
         "rotating": (
             "balance=migrate",
             "cluster.slowdown=[{rank:0,factor:4,until_step:4},{rank:2,factor:4,from_step:4}]",
@@ -59,7 +65,7 @@ CASES: Mapping[str, Mapping[str, Sequence[str]]] = {
 @pytest.mark.parametrize(
     ("groups", "names"),
     [
-        ("one group", ("differentiated", "scatter", "semi")),
+        ("one group", ("differentiated", "scatter", "semi", "semi, columns")),
         ("two groups", ("zero3", "pipeline, columns")),
         *(pytest.param(groups, tuple(CASES[groups]), marks=pytest.mark.long) for groups in CASES),
     ],
@@ -71,7 +77,10 @@ def test_ledgers_are_equal(
     differences = []
     cases = {name: (*SMALL, *where, *keys) for name, keys in CASES[groups].items() if name in names}
     runs = run_cases(
-        {name: (*keys, *(() if name == "rotating" else (SLOW[groups],))) for name, keys in cases.items()}
+        {
+            name: keys if any(key.startswith("cluster.slowdown=") for key in keys) else (*keys, SLOW[groups])
+            for name, keys in cases.items()
+        }
     )
     for name, (composed, real) in runs.items():
         measured = [d for d in real.decisions if d.event.startswith("GroupMeasured") and d.rank == 0]
