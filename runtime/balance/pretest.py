@@ -6,6 +6,7 @@ timed. To be called on all ranks, of all tensor groups, at once.
 
 import time
 from collections.abc import Callable
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from ..layout.functions import Context
 from ..layout.interpreter import LayerInterpreter
 from .balanced import Balanced
 from .movements import Moving
+
+REPEATS = 3  # of each timed movement
 
 
 def time_movements(balanced: Balanced, *, device: torch.device) -> list[MovementTimed]:
@@ -104,7 +107,13 @@ class _Legs:
 
 
 def _timed_ns(call: Callable[[], object], device: torch.device) -> int:
-    """Of the slowest rank, all of which begin together."""
+    """Of the slowest rank, all of which begin together; the median of some times, for a leg can be shorter than what
+    other processes of a machine take of it once.
+    """
+    return int(median(_once_ns(call, device) for _ in range(REPEATS)))
+
+
+def _once_ns(call: Callable[[], object], device: torch.device) -> int:
     dist.barrier()
     began_ns = time.monotonic_ns()
     call()

@@ -22,6 +22,7 @@ SMALL = (
     "balance.period=2",
     "cluster.emulated_flops_per_s=4e8",
 )
+LONG = "cluster.emulated_flops_per_s=1e8"  # products so long that columns are worth their messages
 ONE_GROUP = ("cluster.nodes=1", "cluster.devices_per_node=4", "parallel.tensor=4")
 TWO_GROUPS = ("cluster.nodes=2", "cluster.devices_per_node=2", "parallel.tensor=2")
 SLOW = {"one group": "cluster.slowdown={3:4}", "two groups": "cluster.slowdown={1:4}"}
@@ -30,14 +31,15 @@ CASES: Mapping[str, Mapping[str, Sequence[str]]] = {
         "resize": ("balance=resize", "balance.refresh=3"),
         "differentiated": ("balance=resize", "balance.selection=differentiated", "balance.refresh=2"),
         "migrate": ("balance=migrate", "train.eval_every=3", "train.eval_batches=1"),
-        "broadcast": ("balance=migrate", "balance.way=broadcast", "train.eval_every=3"),
-        "scatter": ("balance=migrate", "balance.way=scatter"),
+        "broadcast": ("balance=migrate", "balance.way=broadcast", "train.eval_every=3", LONG),
+        "scatter": ("balance=migrate", "balance.way=scatter", LONG),
         "semi": ("balance=semi", "batch.accumulation=2"),
         "semi, columns": (
             "balance=semi",
             "balance.way=scatter",
             "balance.accuracy_budget=0.6",
             "cluster.slowdown={3:6,1:3}",
+            LONG,
         ),
         "rotating": (
             "balance=migrate",
@@ -47,11 +49,12 @@ CASES: Mapping[str, Mapping[str, Sequence[str]]] = {
     "two groups": {
         "zero3": ("balance=migrate", "comm=zero3"),
         "zeropp": ("balance=semi", "comm=zeropp"),
-        "ddp": ("balance=migrate", "balance.way=scatter"),
+        "ddp": ("balance=migrate", "balance.way=scatter", LONG),
         "pipeline": ("balance=migrate", "parallel.pipeline=2", "batch.accumulation=4"),
         "pipeline, columns": (
             "balance=migrate",
             "balance.way=broadcast",
+            LONG,
             "parallel.pipeline=2",
             "batch.accumulation=2",
         ),
