@@ -1,9 +1,9 @@
 """Which balancing policy where? Where SEMI prunes, where it migrates, where both, and whether its predictions hold.
 
-Run: python benchmarks/balance_map.py [OUTPUT] [--layers N] [--way WAY]; writes balance_map.csv and balance_map.png there
-(docs/figures by default; of ways by columns balance_map_WAY.csv and .png). Each setting is simulated with nothing done and with each policy, until it changes nothing
-any more: SEMI's ViT-1B on its 8 V100 with stragglers that repeat their products, on three kinds of links and with three
-budgets of accuracy; and two models on 4 A100 and 4 V100.
+Run: python benchmarks/balance_map.py [OUTPUT] [--layers N] [--way WAY]; writes balance_map.csv and balance_map.png
+there (docs/figures by default; of ways by columns balance_map_WAY.csv and .png). Each setting is simulated with nothing
+done and with each policy, until it changes nothing any more: SEMI's ViT-1B on its 8 V100 with stragglers that repeat
+their products, on three kinds of links and with three budgets of accuracy; and two models on 4 A100 and 4 V100.
 
 What is compared: a policy predicts what all products of a step and the movement that does not hide take, with nothing
 done over with what is in force, when it decides. Of the simulation that is

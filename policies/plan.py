@@ -193,7 +193,7 @@ class Join(Step):
 
 @dataclass(frozen=True, slots=True)
 class Keep(Step):
-    """Of the first `of` places of an operand's last dimension the `size` that pruning keeps. Which, the engine knows."""
+    """Of the first `of` places of an operand's last dimension the `size` that pruning keeps: the engine knows which."""
 
     size: int
     of: int

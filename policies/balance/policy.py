@@ -53,7 +53,7 @@ class MovementTimed:
 
 @dataclass(frozen=True, slots=True)
 class ColumnsTimed:
-    """Before the first step all that the lent columns of one rank make ranks send was sent, without the products, twice:
+    """Before the first step all that lent columns of one rank make ranks send was sent, without the products, twice:
     for few units, then for many.
 
     Args:
@@ -210,8 +210,14 @@ def parse_balance_event(text: str) -> BalanceEvent:
         return MovementTimed(Half(values["half"]), (few, many), (short_ns, long_ns), together_ns, lenders)
     if name == "ColumnsTimed":
         few, many = _ints(values["units"])
-        legs = (_ints(values[key]) for key in ("few_ns", "many_ns", "together_ns"))
-        return ColumnsTimed(Half(values["half"]), (few, many), *legs, int(values["lenders"]))
+        return ColumnsTimed(
+            Half(values["half"]),
+            (few, many),
+            _ints(values["few_ns"]),
+            _ints(values["many_ns"]),
+            _ints(values["together_ns"]),
+            int(values["lenders"]),
+        )
     if name == "StagesMeasured":
         first_ns, last_ns = _ints(values["ends_ns"])
         return StagesMeasured(_ints(values["block_ns"]), (first_ns, last_ns))

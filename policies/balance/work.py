@@ -8,7 +8,6 @@ from math import gcd
 from ...conf.model_spec import ModelSpec
 from .policy import Half
 
-
 FORWARD = 1 / 3  # of a product's time: one of three multiplications of the same size
 BACKWARD = 2 / 3
 

@@ -6,6 +6,7 @@ timed. To be called on all ranks, of all tensor groups, at once.
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -43,9 +44,7 @@ def time_movements(balanced: Balanced, *, device: torch.device) -> list[Movement
             few, many = (sum(action.units for action in moves) for moves in moved[:2])
             lenders = len({action.src for action in moved[-1]})
             _move(balanced, half, moved[0], device)
-            times_ns = [
-                _timed_ns(lambda moves=moves: _move(balanced, half, moves, device), device) for moves in moved
-            ]
+            times_ns = [_timed_ns(partial(_move, balanced, half, moves, device), device) for moves in moved]
             found.append(
                 MovementTimed(half, (few, many), (times_ns[0], times_ns[1]), sum(times_ns[2:]), lenders)
             )

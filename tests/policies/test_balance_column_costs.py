@@ -34,7 +34,7 @@ TWO = Lending((4, 2, 0), (0, 0, 6))
 def columns(ranks: int, units: int = 32) -> BlockWork:
     """Two blocks of as many units by columns, of each half; a third of a half's work is in its second product."""
     work = work_of(ranks, hidden=1024)
-    numel = {half: 3 * work.hidden * (1024 // units) for half in Half}
+    numel = dict.fromkeys(Half, 3 * work.hidden * (1024 // units))
     return replace(
         work,
         units=dict.fromkeys(Half, units),
@@ -169,7 +169,7 @@ def test_less_is_lent_the_more_movement_costs() -> None:
 
 def test_a_prediction_counts_what_moves() -> None:
     work = columns(4)
-    unit_ns = {half: (400.0, 100.0, 100.0, 100.0) for half in Half}
+    unit_ns = dict.fromkeys(Half, (400.0, 100.0, 100.0, 100.0))
     lent = Assignment(work, (Migrate(0, 1, F, 10), Migrate(0, 2, F, 10)))
     movement = {F: legs(outputs=1_000, weight_gradients=100)}
     free_ns = predicted_ns(lent, unit_ns, {})
@@ -177,9 +177,7 @@ def test_a_prediction_counts_what_moves() -> None:
     assert predicted_ns(lent, unit_ns, movement) == pytest.approx(free_ns + work.blocks * 1_100)
     # what a lender leaves out of the columns that it keeps is off its own time, and no movement
     both = Assignment(work, (Prune(0, 0.5), *lent.actions))
-    assert predicted_ns(both, unit_ns, movement) == pytest.approx(
-        16 * 400 + 42 * 100 + work.blocks * 1_100
-    )
+    assert predicted_ns(both, unit_ns, movement) == pytest.approx(16 * 400 + 42 * 100 + work.blocks * 1_100)
 
 
 def test_semi_lends_no_columns_to_who_prunes() -> None:

@@ -1,4 +1,4 @@
-"""Ways by columns: what the pretest tells, whether predictions hold, and that migration is left where it does not pay."""
+"""Ways by columns: what the pretest tells, whether predictions hold, and that nothing is lent where it does not pay."""
 
 import importlib.util
 import itertools
