@@ -1,9 +1,9 @@
 """Which balancing policy where? Where SEMI prunes, where it migrates, where both, and whether its predictions hold.
 
-Run: python benchmarks/balance_map.py [OUTPUT] [--layers N]; writes balance_map.csv and balance_map.png there
-(docs/figures by default). Each setting is simulated with nothing done and with each policy, until it changes nothing
-any more: SEMI's ViT-1B on its 8 V100 with stragglers that repeat their products, on three kinds of links and with three
-budgets of accuracy; and two models on 4 A100 and 4 V100.
+Run: python benchmarks/balance_map.py [OUTPUT] [--layers N] [--way WAY]; writes balance_map.csv and balance_map.png
+there (docs/figures by default; of ways by columns balance_map_WAY.csv and .png). Each setting is simulated with nothing
+done and with each policy, until it changes nothing any more: SEMI's ViT-1B on its 8 V100 with stragglers that repeat
+their products, on three kinds of links and with three budgets of accuracy; and two models on 4 A100 and 4 V100.
 
 What is compared: a policy predicts what all products of a step and the movement that does not hide take, with nothing
 done over with what is in force, when it decides. Of the simulation that is
@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from twinbed.conf.compose import Composed, compose
-from twinbed.conf.schema import BalanceConf
+from twinbed.conf.schema import BalanceConf, Way
 from twinbed.policies.balance import balanced_work
 from twinbed.policies.balance.split import lossless_ceiling
 from twinbed.policies.layout import layout_of
@@ -90,6 +90,7 @@ class Setting:
     Args:
         chi: 0: as slow as their kind of device is.
         links: A key of LINKS; of `mixed_group` of BETWEEN.
+        way: In which units move.
     """
 
     model: str
@@ -98,6 +99,7 @@ class Setting:
     stragglers: int
     links: str
     budget_points: float
+    way: str = Way.paired.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,22 +147,24 @@ def main(arguments: Sequence[str] | None = None) -> bool:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("output", nargs="?", default=str(FOLDER))
     parser.add_argument("--layers", type=int, help="blocks of each model; by default as many as it has")
+    parser.add_argument("--way", choices=[way.value for way in Way], default=Way.paired.value)
     given = parser.parse_args(arguments)
     folder = Path(given.output)
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for setting in settings():
-        rows.append(row(setting, given.layers))
+        rows.append(row(replace(setting, way=given.way), given.layers))
         sys.stderr.write(f"\r{len(rows)} settings ")
     sys.stderr.write("\n")
-    write_csv(rows, folder / "balance_map.csv")
+    stem = "balance_map" if given.way == Way.paired.value else f"balance_map_{given.way}"
+    write_csv(rows, folder / f"{stem}.csv")
     figure = map_figure(rows)
     FigureCanvasAgg(figure)
-    figure.savefig(folder / "balance_map.png", dpi=130)
+    figure.savefig(folder / f"{stem}.png", dpi=130)
     print(table(rows))
     lines, missed = verdicts(rows)
     print("\n".join(lines))
-    print(f"wrote {folder}/balance_map.csv and balance_map.png")
+    print(f"wrote {folder}/{stem}.csv and {stem}.png")
     return missed
 
 
@@ -175,10 +179,10 @@ def settings() -> Iterator[Setting]:
 
 
 def row(setting: Setting, layers: int | None = None) -> Row:
-    composed = experiment_of(replace(setting, budget_points=0.0), layers)
-    experiment = composed.experiment
+    composed = experiment_of(replace(setting, budget_points=0.0, way=Way.paired.value), layers)
+    experiment, way = composed.experiment, Way(setting.way)
     work = balanced_work(
-        replace(experiment, balance=BalanceConf(name="semi")),
+        replace(experiment, balance=BalanceConf(name="semi", way=way)),
         composed.spec,
         layout_of(experiment, composed.spec),
     )
@@ -191,7 +195,7 @@ def row(setting: Setting, layers: int | None = None) -> Row:
     speedups = {}
     for name in POLICIES:
         budget = 0.0 if name == "migrate" else setting.budget_points
-        with_s, periods = run(composed, name, budget)
+        with_s, periods = run(composed, name, budget, way if name != "resize" else Way.paired)
         speedups[name] = speedup_of(step_s, products_s, with_s, periods)
     ceiling = lossless_ceiling([took / min(even_ns) for took in even_ns], work)
     return Row(setting, step_s, products_s, ceiling, speedups)
@@ -255,16 +259,20 @@ def experiment_of(setting: Setting, layers: int | None) -> Composed:
     return replace(composed, experiment=replace(composed.experiment, cluster=known))
 
 
-_RUNS: dict[tuple[int, str, float], tuple[float, list[dict[str, Any]]]] = {}
+_RUNS: dict[tuple[int, str, float, Way], tuple[float, list[dict[str, Any]]]] = {}
 
 
-def run(composed: Composed, name: str, budget_points: float) -> tuple[float, list[dict[str, Any]]]:
+def run(
+    composed: Composed, name: str, budget_points: float, way: Way = Way.paired
+) -> tuple[float, list[dict[str, Any]]]:
     """(a step of the last period in seconds; what was measured and decided, by period)"""
-    key = (id(composed), name, budget_points)  # `experiment_of` keeps it
+    key = (id(composed), name, budget_points, way)  # `experiment_of` keeps it
     if key not in _RUNS:
         budget = budget_points if name in ("resize", "semi") else None
         conf = (
-            BalanceConf() if name == "none" else BalanceConf(name=name, period=PERIOD, accuracy_budget=budget)
+            BalanceConf()
+            if name == "none"
+            else BalanceConf(name=name, period=PERIOD, accuracy_budget=budget, way=way)
         )
         record = simulate(replace(composed.experiment, balance=conf), spec=composed.spec)
         if record.result["status"] != "ok":

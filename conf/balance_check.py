@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 from enum import Enum
+from math import gcd
 from typing import Any
 
 from .model_spec import ModelSpec
@@ -23,7 +24,7 @@ def check_balance(experiment: ExperimentConf, spec: ModelSpec) -> list[str]:
         raise ValueError(f"{which} needs engine=fsdp2, got engine={experiment.engine.value}")
     if conf.of_tensor_ranks:
         _refuse_tensor(experiment, which)
-        warnings += _heads(experiment, spec)
+        warnings += _heads(experiment, spec) + _columns(experiment, spec)
     elif conf.name == "batch":
         _refuse_batch(experiment, which)
     elif conf.name == "layers":
@@ -74,11 +75,6 @@ def _refuse_tensor(experiment: ExperimentConf, which: str) -> None:
         raise ValueError(
             f"recompute={experiment.recompute.value} with {which}: must be none; what was lent would have to be lent "
             "again within backward"
-        )
-    if conf.prunes and conf.moves and conf.way is not Way.paired:
-        raise ValueError(
-            f"balance.way={conf.way.value} with {which}: must be paired, for what movement costs is told by whole "
-            "units; use balance=migrate for ways by columns"
         )
     replicas = experiment.cluster.num_ranks // parallel.ranks_a_replica
     if conf.prunes and conf.pruned_state.value == "frozen" and replicas > 1:
@@ -135,11 +131,26 @@ def _refuse_layers(experiment: ExperimentConf, which: str) -> None:
 def _heads(experiment: ExperimentConf, spec: ModelSpec) -> list[str]:
     """Key heads that several query heads share move with all of them."""
     own, sharing = spec.kv_heads // experiment.parallel.tensor, spec.heads // spec.kv_heads
-    if not experiment.balance.moves or own > 1 or sharing == 1:
+    conf = experiment.balance
+    if not conf.moves or conf.way is not Way.paired or own > 1 or sharing == 1:
         return []
     return [
-        f"balance={experiment.balance.name}: each rank has one key head, which its {sharing} heads share: attention "
+        f"balance={conf.name}: each rank has one key head, which its {sharing} heads share: attention "
         "cannot be split further, and only hidden units of the FFN move"
+    ]
+
+
+def _columns(experiment: ExperimentConf, spec: ModelSpec) -> list[str]:
+    """All four matrices of a block lend the same share of their columns."""
+    conf, tensor = experiment.balance, experiment.parallel.tensor
+    if not conf.moves or conf.way is Way.paired:
+        return []
+    columns = (spec.hidden, spec.heads * spec.head_dim // tensor, spec.ffn // tensor)
+    if gcd(*columns) > 1:
+        return []
+    return [
+        f"balance.way={conf.way.value}: a rank's matrices have {columns[0]}, {columns[1]} and {columns[2]} columns, "
+        "which have no divisor in common: none can move; use balance.way=paired"
     ]
 
 

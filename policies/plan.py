@@ -192,6 +192,25 @@ class Join(Step):
 
 
 @dataclass(frozen=True, slots=True)
+class Keep(Step):
+    """Of the first `of` places of an operand's last dimension the `size` that pruning keeps: the engine knows which."""
+
+    size: int
+    of: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fill(Step):
+    """A gradient at the places that a `Keep` took among `of`; what stands at the others is imputed.
+
+    `of_input`: it is that of a product's input, and not that of its weights.
+    """
+
+    of: int
+    of_input: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Multiply(Step):
     """The product of two operands, matrices over their last dimension and all others taken together.
 

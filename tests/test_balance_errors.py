@@ -88,7 +88,6 @@ CASES = [
         ["balance.loss_points", "do not fall"],
     ),
     (["balance=semi", "parallel.tensor=2", "balance.loss_points=3"], ["balance.loss_points=3", "pairs"]),
-    (["balance=semi", "parallel.tensor=2", "balance.way=broadcast"], ["balance.way=broadcast", "paired"]),
 ]
 
 
@@ -103,6 +102,14 @@ def test_it_is_refused(tmp_path: Path, target: str, overrides: list[str], words:
 def test_an_engine_of_its_own_is_refused() -> None:
     with pytest.raises(ValueError, match="balance=semi needs engine=fsdp2, got engine=megatron"):
         compose(["target=sim", "engine=megatron", "balance=semi", "parallel.tensor=2"])
+
+
+def test_columns_that_cannot_move_are_said() -> None:
+    keys = ["target=sim", "parallel.tensor=2", "model.hidden=64", "balance=semi", "balance.way=scatter"]
+    said = "have 64, 32 and 31 columns, which have no divisor in common"
+    assert any(said in each for each in compose([*keys, "model.ffn=62"]).warnings)
+    for more in (["model.ffn=64"], ["model.ffn=62", "balance.way=paired"]):
+        assert not any("divisor" in each for each in compose([*keys, *more]).warnings)
 
 
 def test_a_key_without_effect_is_said() -> None:

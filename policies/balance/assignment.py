@@ -33,12 +33,17 @@ class Assignment:
                     raise ValueError(
                         f"rank {rank} is to lend {lent} units of {half.value} to others, and has {own}"
                     )
-                if lent == own and self.work.by_columns:
+                if lent and own - lent < self.work.least_kept:
                     raise ValueError(
                         f"rank {rank} is to lend all its columns of {half.value}: it must keep one unit"
                     )
                 if lent and self.received(half, rank):
                     raise ValueError(f"rank {rank} both lends units of {half.value} and is lent some")
+                if self.work.by_columns and self.prunes(rank) and self.received(half, rank):
+                    raise ValueError(
+                        f"rank {rank} both prunes and is lent columns of {half.value}: a rank that prunes must be lent "
+                        "none"
+                    )
 
     @property
     def is_even(self) -> bool:

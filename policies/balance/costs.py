@@ -4,52 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .assignment import Assignment
-from .policy import Half, MovementTimed
+from .column_costs import column_half_ns
+from .movement_cost import ColumnsCost, MovementCost
+from .policy import Half
 from .speeds import kept_shares
 from .split import Lending
-from .work import BlockWork
+from .work import BACKWARD, FORWARD, BlockWork
 
-FORWARD = 1 / 3  # of a product's time: one of three multiplications of the same size
-BACKWARD = 2 / 3
 # Of a link, what an all-reduce keeps while units move on it: NCCL's two channels against a message for each helper.
 REDUCING_SHARE = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class MovementCost:
-    """Units of one rank out and their gradients back: `start_ns` for each time, `unit_ns` for each unit (c0, c1).
-
-    Args:
-        shared: Of what several ranks that lend take, what is one after the other. 0: each sends and gets on links of
-            its own; 1: what they send goes over the same links.
-    """
-
-    start_ns: float = 0.0
-    unit_ns: float = 0.0
-    shared: float = 1.0
-
-    def one_way_ns(self, lending: Lending) -> float:
-        """Until the last rank has what it is lent."""
-        if not any(lending.lent):
-            return 0.0
-        in_turn = sum(self.start_ns + self.unit_ns * units for units in lending.lent if units)
-        longest = self.start_ns + self.unit_ns * max(*lending.lent, *lending.borrowed)
-        return (longest + self.shared * max(0.0, in_turn - longest)) / 2
-
-
-def fit_movement(timed: MovementTimed) -> MovementCost:
-    """The line through two timed movements, no part of which falls; and how much longer several ranks at once took."""
-    (few, many), (few_ns, many_ns) = timed.units, timed.time_ns
-    if min(few, many) < 1 or min(few_ns, many_ns) < 0:
-        raise ValueError(f"{timed}: must be of at least one unit and 0 ns")
-    shared = 1.0
-    if timed.lenders > 1:
-        shared = (timed.together_ns / max(1, many_ns) - 1) / (timed.lenders - 1)
-        shared = min(1.0, max(0.0, shared))
-    if few == many:
-        return MovementCost(0.0, (few_ns + many_ns) / (few + many), shared)
-    unit_ns = max(0.0, (many_ns - few_ns) / (many - few))
-    return MovementCost(max(0.0, few_ns - unit_ns * few), unit_ns, shared)
+Movement = Mapping[Half, MovementCost | ColumnsCost]  # what is not in it costs nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +25,7 @@ class HalfTimes:
     Args:
         own_ns: The slowest of ranks that compute units of their own alone.
         borrowing_ns: The slowest of those that compute borrowed units too.
-        move_ns: Of what is lent, one way.
+        move_ns: Of what is lent, one way; 0 by columns, whose movement is over within the half and in `own_ns`.
     """
 
     own_ns: float
@@ -76,7 +42,7 @@ def half_times(
     half: Half,
     unit_ns: Sequence[float],
     lending: Lending,
-    cost: MovementCost,
+    cost: MovementCost | ColumnsCost,
     beside: Sequence[float],
 ) -> HalfTimes:
     """Of ranks that take `unit_ns` for a unit of all blocks in a step, with what they prune taken off.
@@ -84,6 +50,8 @@ def half_times(
     Args:
         beside: [ranks], what else a rank does, in the time of so many units.
     """
+    if isinstance(cost, ColumnsCost):
+        return HalfTimes(column_half_ns(work, half, unit_ns, lending, cost, beside), 0.0, 0.0)
     own, parts = work.units[half], work.blocks * work.passes
     alone = with_borrowed = 0.0
     for time_ns, lent, borrowed, more in zip(unit_ns, lending.lent, lending.borrowed, beside, strict=True):
@@ -99,10 +67,17 @@ def beside_pruned(work: BlockWork, half: Half, kept: float, overhead: float) -> 
     return overhead * work.units[half] / kept if kept < 1 else 0.0
 
 
-def all_reduce_ns(work: BlockWork, movement: Mapping[Half, MovementCost]) -> float:
-    """Of one of a block's all-reduces, as a ring on links that are as fast as movement's were."""
+def all_reduce_ns(work: BlockWork, movement: Movement) -> float:
+    """Of one of a block's all-reduces, as a ring on links that are as fast as movement's were. 0 by columns, where it
+    is not asked for.
+    """
     byte_ns = max(
-        (cost.unit_ns / (2 * work.unit_bytes(half)) for half, cost in movement.items()), default=0.0
+        (
+            cost.unit_ns / (2 * work.unit_bytes(half))
+            for half, cost in movement.items()
+            if isinstance(cost, MovementCost)
+        ),
+        default=0.0,
     )
     nbytes = work.tokens * work.hidden * work.element_bytes
     return 2 * (work.ranks - 1) / work.ranks * nbytes * byte_ns
@@ -159,14 +134,13 @@ def _held_up(left_ns: float, reduce_ns: float) -> float:
 def predicted_ns(
     assignment: Assignment,
     unit_ns: Mapping[Half, Sequence[float]],
-    movement: Mapping[Half, MovementCost],
+    movement: Movement,
     overhead: float = 0.0,
 ) -> float:
     """Of the products of all blocks of a stage in one step, with what movement adds.
 
     Args:
         unit_ns: [ranks] for each half, of a unit of all blocks in a step, nothing pruned.
-        movement: What is not in it costs nothing.
         overhead: As `Speeds` says.
     """
     work = assignment.work

@@ -6,9 +6,19 @@ from collections.abc import Mapping
 from ...conf.schema import BalanceConf, Selection
 from .assignment import Assignment
 from .budget import AccuracyBudget
-from .costs import MovementCost, fit_movement, lending_of, predicted_ns
+from .costs import lending_of, predicted_ns
 from .differentiated import prunes
-from .policy import BalanceAction, BalanceEvent, ChangesMeasured, GroupMeasured, Half, Migrate, MovementTimed
+from .movement_cost import ColumnsCost, MovementCost, fit_columns, fit_movement
+from .policy import (
+    BalanceAction,
+    BalanceEvent,
+    ChangesMeasured,
+    ColumnsTimed,
+    GroupMeasured,
+    Half,
+    Migrate,
+    MovementTimed,
+)
 from .speeds import Speeds, SpeedTracker, kept_share
 from .split import room_for_units
 from .work import BlockWork
@@ -26,7 +36,8 @@ class Decider(ABC):
     """Answers a measurement by the best answer to the speeds, if it is better than what is in force by enough.
 
     What is in force is left at once, however little that gains, where it takes work from a rank that is slow no more.
-    Without a pretest (`MovementTimed`) movement is taken to cost nothing: `movement_known` says so.
+    Without a pretest (`MovementTimed`, by columns `ColumnsTimed`) movement is taken to cost nothing: `movement_known`
+    says so.
     """
 
     def __init__(self, conf: BalanceConf, work: BlockWork) -> None:
@@ -34,7 +45,7 @@ class Decider(ABC):
         self._work = work
         self._budget = AccuracyBudget.of(conf, work.ranks)
         self._tracker = SpeedTracker(work, conf.slack)
-        self._movement: dict[Half, MovementCost] = {}
+        self._movement: dict[Half, MovementCost | ColumnsCost] = {}
         self._changes: ChangesMeasured | None = None
         self._in_force = Assignment(work)
         # a step after which ratios were renewed, and what was in force until then
@@ -64,6 +75,9 @@ class Decider(ABC):
     def decide(self, event: BalanceEvent) -> tuple[BalanceAction, ...] | None:
         if isinstance(event, MovementTimed):
             self._movement[event.half] = fit_movement(event)
+            return None
+        if isinstance(event, ColumnsTimed):
+            self._movement[event.half] = fit_columns(event)
             return None
         if isinstance(event, ChangesMeasured):
             return self._take_changes(event)

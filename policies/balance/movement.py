@@ -54,15 +54,25 @@ def pretest_moves(work: BlockWork, half: Half) -> tuple[tuple[Migrate, ...], ...
 
     The first rank lends few units to the second half, at most one to each; then half of what it has, but two where
     there are two (of one unit both are that one). Of four ranks or more each of the first half then lends as many to
-    one of the second: whether they take longer than one alone.
+    one of the second: whether they take longer than one alone. By columns it shares out half of that to the next one,
+    as those who lend do (`split.Lending.parts`): there each rank's movement is in the order of ranks that lend, so that
+    a helper of two makes one of them wait. (): there is no unit that can move.
     """
-    own, middle = work.units[half], work.ranks // 2
+    own, middle = work.units[half] - work.least_kept, work.ranks // 2
     helpers = range(middle, work.ranks)
-    many = min(own, max(2, own // 2))
+    many = min(own, max(2, work.units[half] // 2))
+    if not many:
+        return ()
     few = max(1, min(len(helpers), many // 2))
     found = [_spread(half, units, helpers) for units in (few, many)]
     if middle > 1:
-        found.append(tuple(Migrate(src, middle + src, half, many) for src in range(middle)))
+        to_next = many // 2 if work.by_columns else 0
+        parts = [
+            (src, dst, units)
+            for src in range(middle)
+            for dst, units in ((middle + src, many - to_next), (middle + (src + 1) % middle, to_next))
+        ]
+        found.append(tuple(Migrate(src, dst, half, units) for src, dst, units in parts if units))
     return tuple(found)
 
 

@@ -19,6 +19,17 @@ class Half(Enum):
     ffn = "ffn"  # fc1 and fc2; its units are hidden features
 
 
+class Leg(Enum):
+    """A part of what ways by columns move for a half of a block, in the order of a step (`columns.leg_plans`)."""
+
+    weights = "weights"  # forward of the first product: lent columns of its weights go out
+    outputs = "outputs"  # and what helpers make of them comes back
+    operands = "operands"  # forward of the second: lent columns of its weights and of its input go out
+    gradients = "gradients"  # backward of the second: gradients of both come back
+    output_gradients = "output_gradients"  # backward of the first: the gradient of its output goes out
+    weight_gradients = "weight_gradients"  # and those of lent weights come back
+
+
 # ---- events
 
 
@@ -37,6 +48,27 @@ class MovementTimed:
     units: tuple[int, int]
     time_ns: tuple[int, int]
     together_ns: int = 0
+    lenders: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnsTimed:
+    """Before the first step all that lent columns of one rank make ranks send was sent, without the products, twice:
+    for few units, then for many.
+
+    Args:
+        units: Of one rank, in all, each time.
+        few_ns, many_ns: [legs] in the order of `Leg`, each until the last rank had all; the slowest of all groups that
+            moved at once.
+        together_ns: [legs] while several ranks lent many each; 0: there are too few ranks for that.
+        lenders: How many.
+    """
+
+    half: Half
+    units: tuple[int, int]
+    few_ns: tuple[int, ...]
+    many_ns: tuple[int, ...]
+    together_ns: tuple[int, ...]
     lenders: int = 1
 
 
@@ -74,7 +106,9 @@ class ChangesMeasured:
     changes: tuple[tuple[float, ...], ...]
 
 
-BalanceEvent = MovementTimed | GroupMeasured | ChangesMeasured | ReplicasMeasured | StagesMeasured
+BalanceEvent = (
+    MovementTimed | ColumnsTimed | GroupMeasured | ChangesMeasured | ReplicasMeasured | StagesMeasured
+)
 
 # ---- actions
 
@@ -124,7 +158,14 @@ class BalancePolicy(Protocol):
 
 # ---- words for a log
 
-_EVENTS = ("MovementTimed", "GroupMeasured", "ChangesMeasured", "ReplicasMeasured", "StagesMeasured")
+_EVENTS = (
+    "MovementTimed",
+    "ColumnsTimed",
+    "GroupMeasured",
+    "ChangesMeasured",
+    "ReplicasMeasured",
+    "StagesMeasured",
+)
 
 
 def describe_balance_event(event: BalanceEvent) -> str:
@@ -167,6 +208,16 @@ def parse_balance_event(text: str) -> BalanceEvent:
         short_ns, long_ns = _ints(values["time_ns"])
         together_ns, lenders = int(values.get("together_ns", 0)), int(values.get("lenders", 1))
         return MovementTimed(Half(values["half"]), (few, many), (short_ns, long_ns), together_ns, lenders)
+    if name == "ColumnsTimed":
+        few, many = _ints(values["units"])
+        return ColumnsTimed(
+            Half(values["half"]),
+            (few, many),
+            _ints(values["few_ns"]),
+            _ints(values["many_ns"]),
+            _ints(values["together_ns"]),
+            int(values["lenders"]),
+        )
     if name == "StagesMeasured":
         first_ns, last_ns = _ints(values["ends_ns"])
         return StagesMeasured(_ints(values["block_ns"]), (first_ns, last_ns))

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .assignment import moves
-from .costs import HalfTimes, MovementCost, all_reduce_ns, beside_pruned, block_ns, half_times
+from .costs import HalfTimes, Movement, all_reduce_ns, beside_pruned, block_ns, half_times
+from .movement_cost import MovementCost
 from .policy import Half, Migrate
 from .speeds import Speeds
 from .split import Lending, lend
@@ -50,7 +51,7 @@ class Search:
         work: BlockWork,
         speeds: Speeds,
         room: Mapping[Half, Sequence[int]],
-        movement: Mapping[Half, MovementCost],
+        movement: Movement,
     ) -> None:
         self._work = work
         self._speeds = speeds
@@ -97,8 +98,11 @@ class Search:
         unit_ns = [time_ns * share for time_ns, share in zip(self._speeds.unit_ns[half], kept, strict=True)]
         beside = [beside_pruned(work, half, share, self._speeds.overhead) for share in kept]
         # a rank that computed nothing at all would never be seen to recover
-        at_least = int(half is Half.ffn or work.by_columns)
-        lendings = lend(unit_ns, work.units[half], self._room[half], shares, at_least=at_least, beside=beside)
+        at_least = max(int(half is Half.ffn), work.least_kept)
+        room = self._room[half]
+        if work.by_columns:
+            room = [0 if ratios.get(rank) else units for rank, units in enumerate(room)]
+        lendings = lend(unit_ns, work.units[half], room, shares, at_least=at_least, beside=beside)
         return [
             (
                 lending,

@@ -8,6 +8,9 @@ from math import gcd
 from ...conf.model_spec import ModelSpec
 from .policy import Half
 
+FORWARD = 1 / 3  # of a product's time: one of three multiplications of the same size
+BACKWARD = 2 / 3
+
 
 class Product(Enum):
     """A matrix, or several that share their input, of a block; ZERO-resizing shrinks all four."""
@@ -68,6 +71,19 @@ class BlockWork:
         if not product.is_first:
             return units * self.unit_features[product.half]
         return units * (self.hidden // self.units[product.half]) if self.by_columns else self.hidden
+
+    @property
+    def least_kept(self) -> int:
+        """Units of each half that a rank must compute itself: without any column it would have no product."""
+        return int(self.by_columns)
+
+    def rows(self, product: Product) -> int:
+        """Outputs of a rank's part of a product, in an even split."""
+        if not product.is_first:
+            return self.hidden
+        half = product.half
+        both = self.units[half] * self.unit_flop[half] // (2 * self.tokens)  # numbers of both matrices
+        return both // self.hidden - self.units[half] * self.unit_features[half]
 
     def first_share(self, half: Half) -> float:
         """Of a half's work, what its first product (qkv, fc1) is."""

@@ -93,6 +93,7 @@ class Balanced:
         rate: "Rate | None" = None,
     ) -> None:
         self.conf, self.work, self.ledger = conf, work, ledger
+        self.groups, self.collectives = groups, collectives
         self.movements = Movements(groups, ledger, collectives)
         self.dtype, self.rate = dtype, rate
         self.assignment = Assignment(work)

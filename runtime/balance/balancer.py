@@ -33,7 +33,7 @@ from ..groups import Groups
 from ..ledger import Ledger
 from .balanced import Balanced
 from .frozen import frozen
-from .pretest import time_movements
+from .pretest import time_columns, time_movements
 from .stopwatch import Stopwatch
 
 CHANGES_LAYER = "changes"
@@ -93,10 +93,11 @@ class Balancer:
 
     def run_begins(self, first_step: int) -> None:
         """Before the first step, on all ranks at once: movements are timed where units may move."""
-        if not (self._conf.moves and self._conf.pretest) or self._conf.way is not Way.paired:
+        if not (self._conf.moves and self._conf.pretest):
             return
         self._ledger.at(iteration=first_step, phase="setup", layer="")
-        for event in time_movements(self.balanced, device=self._device):
+        timed = time_movements if self._conf.way is Way.paired else time_columns
+        for event in timed(self.balanced, device=self._device):
             self._decide(event)
 
     def step_begins(self, step: int) -> None:

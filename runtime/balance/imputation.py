@@ -45,6 +45,10 @@ class Filler:
         filled: Tensor = _Fills.apply(x, self, kept)  # type: ignore[no-untyped-call]
         return filled
 
+    def filled(self, gradient: Tensor, kept: Sequence[int] | None) -> Tensor:
+        """The gradient [..., columns], 0 where it was not computed, with what stands there instead."""
+        return gradient if self._how is Imputation.zero else self.fill(gradient, kept)
+
     def fill(self, gradient: Tensor, kept: Sequence[int] | None) -> Tensor:
         """The gradient [..., columns] with all columns."""
         columns = gradient.shape[-1]

@@ -10,7 +10,7 @@ from torch.nn import functional
 from ...conf.schema import BalanceConf
 from ...kernels.pruned import pruned_matmul
 from ...policies.balance import Assignment, Half, Product
-from .columns import ByColumns
+from .columns import ByColumns, PrunedColumns
 from .held import HeldHalf, Source
 from .imputation import Filler
 from .repeat import repeated
@@ -54,7 +54,10 @@ class BalancedProduct:
         self._fill_x = Filler(conf.imputation, of_input=True)
         self._fill_w = [Filler(conf.imputation, of_input=False) for _ in weights]
         self.looks = False  # at the weights, in the next forward with gradients
-        self._columns = ByColumns(product, conf.way, place)
+        self._columns = ByColumns(name, product, conf.way, place)
+        self.pruned = PrunedColumns(
+            self.columns, self._fill_x, self._fill_w, lambda: [len(weight()) for weight in weights]
+        )
 
     @property
     def half(self) -> Half:
@@ -64,9 +67,7 @@ class BalancedProduct:
         """A forward begins, and weights are there; whether it is to be `outputs`: else torch's own product is it."""
         if not torch.is_grad_enabled():
             return False
-        if self.looks:
-            self.looks = False
-            self.columns.observe([weight() for weight in self._weights])
+        self._look()
         remembers = self._conf.prunes and self._fill_x.remembers
         repeats = (
             self._rate is not None and self._rate.straggler is not None and self._rate.straggler.repeats > 0
@@ -82,7 +83,16 @@ class BalancedProduct:
         """A forward begins: what it is to be computed by; None: no rank lends columns of this product."""
         if not torch.is_grad_enabled():
             return None
-        return self._columns.program(self._assignment())
+        program = self._columns.program(self._assignment())
+        if program is not None:
+            self._look()
+        return program
+
+    def _look(self) -> None:
+        """At the weights, if that is due."""
+        if self.looks:
+            self.looks = False
+            self.columns.observe([weight() for weight in self._weights])
 
     @property
     def kept(self) -> tuple[int, ...] | None:
@@ -102,9 +112,9 @@ class BalancedProduct:
         return of.work.columns(self.product, of.kept(self.half, self._place))
 
     def own_rows(self) -> list[Tensor]:
-        """Of each matrix, the rows of this rank's own units that it computes."""
+        """Of each matrix, the rows of this rank's own units that it computes; a unit that is columns has them all."""
         shape, units = self.held.shape, self.held.units
-        if not self.product.is_first:
+        if not self.product.is_first or self._assignment().work.by_columns:
             return [torch.arange(len(weight())) for weight in self._weights]
         kept = self._assignment().kept(self.half, self._place)
         found = []

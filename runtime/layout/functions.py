@@ -18,6 +18,7 @@ from ...policies.layout.ring import BLOCK_GRADIENTS, BLOCKS
 from ...policies.layout.tokens import Seen, seen
 from ...policies.mesh import Mesh
 from ...policies.plan import Apply
+from ..balance.columns import PrunedColumns
 from .attention import (
     accumulate,
     add,
@@ -46,6 +47,7 @@ class Context:
         eps: Of a norm.
         rows: From an activation [B, T, D] to [T] int64, the rows of a table that are added to its tokens.
         over_all: The loss is divided by the number of all targets, so that ignored ones count as 0.
+        pruned: Of a product that can be pruned.
     """
 
     mesh: Mesh
@@ -53,6 +55,7 @@ class Context:
     eps: float = 0.0
     rows: Callable[[Tensor], Tensor] = field(default=first_rows)
     over_all: bool = False
+    pruned: PrunedColumns | None = None
 
     def first(self, axes: Axes, size: int) -> int:
         """Where the part that is here begins in the whole, parts being of `size`."""

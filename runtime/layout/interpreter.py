@@ -21,8 +21,10 @@ from ...policies.plan import (
     Apply,
     Broadcast,
     Collective,
+    Fill,
     Gather,
     Join,
+    Keep,
     Multiply,
     Part,
     Place,
@@ -35,6 +37,7 @@ from ...policies.plan import (
     Slice,
     Step,
 )
+from ..balance.columns import PrunedColumns
 from ..collectives import Collectives, Pending
 from ..groups import Group, Groups
 from ..ledger import Collecting, Ledger
@@ -155,7 +158,7 @@ class _Run:
         rate = self.interpreter.rate
         if rate is None:
             return self._local(step)
-        half = self.half if isinstance(step, Multiply) else None
+        half = self.half if isinstance(step, Multiply | Keep | Fill) else None
         began_ns = time.monotonic_ns()
         mark = rate.stopwatch.mark() if rate.stopwatch is not None and half is not None else None
         flop = step_flop(step, self.context, [self._read(name) for name in step.reads])
@@ -197,9 +200,20 @@ class _Run:
                 return {step.writes[0]: x.narrow(step.dim, step.first, step.size).contiguous()}
             case Place():
                 return {step.writes[0]: self._place(step)}
+            case Keep():
+                (x,) = (self._read(name) for name in step.reads)
+                return {step.writes[0]: self._pruned(step).keep(x, step.size, step.of)}
+            case Fill():
+                (x,) = (self._read(name) for name in step.reads)
+                return {step.writes[0]: self._pruned(step).fill(x, step.of, of_input=step.of_input)}
             case Join():
                 return {step.writes[0]: torch.cat([self._read(name) for name in step.reads], step.dim)}
         raise TypeError(f"a layer's plan has no step {type(step).__name__} that the runtime knows")
+
+    def _pruned(self, step: Keep | Fill) -> PrunedColumns:
+        if self.context.pruned is None:
+            raise ValueError(f"{self.label}: {type(step).__name__} in a plan of a layer that is not pruned")
+        return self.context.pruned
 
     def _place(self, step: Place) -> Tensor:
         (x,) = (self._read(name) for name in step.reads)

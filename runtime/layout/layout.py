@@ -17,6 +17,7 @@ from ...policies.layout.parallel import ROOT
 from ...policies.mesh import TENSOR, Mesh
 from ...policies.plan import Plan
 from ..balance.balanced import Balanced, Matrices
+from ..balance.columns import PrunedColumns
 from ..balance.products import BalancedProduct
 from ..collectives import Collectives
 from ..dropout import Dropout
@@ -243,7 +244,7 @@ class _LayingOut:
                 forward=forward,
                 backward=backward,
                 label=label,
-                context=self._context(target),
+                context=self._context(target, None if balanced is None else balanced.pruned),
                 inputs=(*_INPUTS.get(layer.kind, ("x",)), *(name for name in operands for _ in members)),
                 output="loss" if layer.kind is Kind.loss else "y",
                 widths=self._widths(layer),
@@ -309,7 +310,7 @@ class _LayingOut:
                     return
             replace_call(module, rate.around(module.forward, flop))
 
-    def _context(self, module: nn.Module) -> Context:
+    def _context(self, module: nn.Module, pruned: PrunedColumns | None) -> Context:
         eps = getattr(module, "eps", None)
         return Context(
             mesh=self.mesh,
@@ -317,6 +318,7 @@ class _LayingOut:
             eps=float(eps) if eps is not None else 0.0,
             rows=module.rows if isinstance(module, Table) else first_rows,
             over_all=module.over_all if isinstance(module, CrossEntropy) else False,
+            pruned=pruned,
         )
 
     def _widths(self, layer: Layer) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from ...policies.balance import (
     BalancePolicy,
     BlockWork,
     ChangesMeasured,
+    ColumnsTimed,
     GroupMeasured,
     Half,
     Migrate,
@@ -137,7 +138,7 @@ class Balancer:
 
     # ---- what ranks have measured
 
-    def moved(self, events: Sequence[MovementTimed]) -> None:
+    def moved(self, events: Sequence[MovementTimed | ColumnsTimed]) -> None:
         """Before the first step."""
         for group in self._groups:
             for event in events:

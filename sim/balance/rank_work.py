@@ -49,7 +49,8 @@ def rank_work(assignment: Assignment, place: int, way: Way = Way.paired) -> Rank
     if assignment.is_even:
         return EVEN
     if way is not Way.paired:
-        return RankWork((ColumnShare.of(assignment, place, way),) * assignment.work.blocks)
+        blocks = range(assignment.work.blocks)
+        return RankWork(tuple(ColumnShare.of(assignment, place, way, block) for block in blocks))
     shares = shares_of(assignment, place)
     movements: list[Movement] = []
     for half in Half:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...analysis.record import Decision
 from ...conf.model_spec import ModelSpec
-from ...conf.schema import ClusterConf, ExperimentConf, Way
+from ...conf.schema import ClusterConf, ExperimentConf
 from ...policies.balance import BlockWork, balanced_work, build_balance
 from ...policies.comm import CommPolicy
 from ...policies.layout import layout_of
@@ -75,8 +75,10 @@ class BalancedRun(Run):
             programs = _Programs(self, balancer, number, validation=even.validation)
             segments.append(replace(even, programs=programs))
         conf = self.experiment.balance
-        if conf.moves and conf.pretest and conf.way is Way.paired:
-            balancer.moved(movements_timed(self._work, self.mesh, lambda s: self._alone_ns(costs, s)))
+        if conf.moves and conf.pretest:
+            balancer.moved(
+                movements_timed(self._work, self.mesh, conf.way, lambda s: self._alone_ns(costs, s))
+            )
         machine, executor = self._executor(costs, observer=balancer)
         try:
             simulated = Simulated(costs, machine, self.fold, executor.run(segments))

@@ -25,7 +25,7 @@ from ..device import Device, Tally
 from ..engine import Stretch
 from ..interpreter import FP32_BYTES, Transfer
 from ..layers import Kernels
-from .operands import Followed, LocalStep, Operand, beside_bytes, follow
+from .operands import PRUNING, Followed, LocalStep, Operand, beside_bytes, follow
 from .pruned import pruned
 from .saved import SavedOnCpu, keeps_as_on_cpu
 from .shapes import BEFORE, BEHIND, BLOCK, Shapes
@@ -223,11 +223,12 @@ class _Part:
         model = self._model
         ahead = model.layout.decide(layer.runs(Direction.forward))
         behind = model.layout.decide(layer.runs(Direction.backward))
-        place = 0
+        place, plans = 0, None
         if isinstance(self._share, ColumnShare) and at in self._products:
             plans = self._share.plans(self._products[at], bias=layer.bias)
             ahead, behind = plans or (ahead, behind)
             place = self._share.place
+        whole = plans is None  # its products are of all columns, and pruned here
         if ahead is None or behind is None:
             if (ahead is None) != (behind is None):
                 raise ValueError(f"layer {layer.path!r}: the layout has a plan of one direction only")
@@ -258,7 +259,10 @@ class _Part:
             beside_bytes(ahead, through.operands, (name, *kept)),
             beside_bytes(behind, back.operands, [f"d{each}" for each in began]),
         )
-        return self._steps(at, through), self._steps(at, back, backward=True)
+        return (
+            self._steps(at, through, whole=whole),
+            self._steps(at, back, backward=True, whole=whole),
+        )
 
     def _half(self, at: int) -> Half | None:
         product = self._products.get(at)
@@ -290,11 +294,13 @@ class _Part:
         behind = self._model.layout.decide(before.runs(Direction.backward))
         return before.kind is not Kind.attention or behind is None or "y" in behind.operands
 
-    def _steps(self, at: int, followed: Followed, *, backward: bool = False) -> list[LaidStep]:
+    def _steps(self, at: int, followed: Followed, *, whole: bool, backward: bool = False) -> list[LaidStep]:
         layer, found = self._layers[at], list[LaidStep]()
         for step in followed.steps:
             if isinstance(step.what, LocalStep):
-                found.append(self._local(at, step.what, step.stream, step.after, backward=backward))
+                found.append(
+                    self._local(at, step.what, step.stream, step.after, backward=backward, whole=whole)
+                )
             else:
                 found.append(
                     LaidStep(
@@ -304,11 +310,11 @@ class _Part:
         return found
 
     def _local(
-        self, at: int, what: LocalStep, stream: str, after: tuple[int, ...], *, backward: bool
+        self, at: int, what: LocalStep, stream: str, after: tuple[int, ...], *, backward: bool, whole: bool
     ) -> LaidStep:
         works, product = self._works, self._products.get(at)
         extra = Tally()
-        if product is not None and isinstance(self._share, Share) and what.product is not None:
+        if whole and product is not None and self._share is not None and what.product is not None:
             what, moved, kernels = pruned(what, self._share, product, backward=backward)
             extra = works.passes(moved, kernels)
         work = works.step(what)
@@ -320,7 +326,7 @@ class _Part:
             after,
             by_place=works.by_place(what),
             product=work.flop > 0,
-            half=product.half if product is not None and what.product is not None else None,
+            half=product.half if product is not None and (what.product or what.name in PRUNING) else None,
         )
 
 

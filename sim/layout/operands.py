@@ -19,8 +19,10 @@ from ...policies.plan import (
     Apply,
     Broadcast,
     Collective,
+    Fill,
     Gather,
     Join,
+    Keep,
     Multiply,
     Part,
     Place,
@@ -35,6 +37,7 @@ from ...policies.plan import (
 from ..interpreter import FP32_BYTES, Transfer, Work
 
 MULTIPLY: Final = "multiply"
+PRUNING: Final = ("keep", "fill")  # steps that a product over fewer columns takes beside
 RECEIPTS: Final = "/recv"  # ends the stream of a ring's receipts, which do not wait for its sends
 
 
@@ -134,7 +137,7 @@ class _Walk:
             case Slice():
                 self._write(step, (self._slice(step),))
                 return after  # a view
-            case Part() | Place() | Join():
+            case Part() | Place() | Join() | Keep() | Fill():
                 return self._add(self._copy(step), stream, after)
             case Multiply():
                 return self._add(self._multiply(step), stream, after)
@@ -162,7 +165,7 @@ class _Walk:
         (operand,) = self._read(step, 1)
         return self._cut(step, operand, step.dim, self._size(step))
 
-    def _copy(self, step: Part | Place | Join) -> LocalStep:
+    def _copy(self, step: Part | Place | Join | Keep | Fill) -> LocalStep:
         read = self._read(step, len(step.reads))
         shape = list(read[0].shape)
         if isinstance(step, Part):
@@ -175,12 +178,22 @@ class _Walk:
             if step.first + shape[step.dim] > step.total:
                 raise self._error(step, f"shape {read[0].shape} does not fit at {step.first} of {step.total}")
             shape[step.dim] = step.total
+        elif isinstance(step, Keep):
+            if not step.size <= step.of <= shape[-1]:
+                raise self._error(step, f"takes {step.size} of {step.of} places of shape {read[0].shape}")
+            shape[-1] = step.size
+        elif isinstance(step, Fill):
+            if shape[-1] > step.of:
+                raise self._error(step, f"shape {read[0].shape} does not fit into {step.of} places")
+            shape[-1] = step.of
         else:
             shape[step.dim] = sum(operand.shape[step.dim] for operand in read)
         made = replace(read[0], shape=tuple(shape))
         moved = 2 * min(made.nbytes, sum(operand.nbytes for operand in read))
         if isinstance(step, Place):
             moved += read[0].nbytes if step.add else made.nbytes - read[0].nbytes
+        elif isinstance(step, Fill):  # the others are written too
+            moved += made.nbytes - read[0].nbytes
         self._write(step, (made,))
         return LocalStep(type(step).__name__.lower(), moved, tuple(read), (made,))
 

@@ -8,11 +8,14 @@ read and write through indices and copy nothing: there this counts too much.)
 from dataclasses import replace
 
 from ...policies.balance import Product
+from ..balance.columns import ColumnShare
 from ..balance.share import Share
 from .operands import LocalStep, Operand
 
 
-def pruned(step: LocalStep, share: Share, product: Product, *, backward: bool) -> tuple[LocalStep, int, int]:
+def pruned(
+    step: LocalStep, share: Share | ColumnShare, product: Product, *, backward: bool
+) -> tuple[LocalStep, int, int]:
     """One of the three products of a matrix; (the smaller one, bytes of copies around it, kernels that copy).
 
     Shapes: forward [.., K] by [N, K] to [.., N]; backward [.., N] by [N, K] to [.., K], and [.., N] by [.., K] to

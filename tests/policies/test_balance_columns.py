@@ -1,5 +1,7 @@
 """The paper's way to migrate gives the whole product and its gradients, on both kinds of layers, in both ways."""
 
+import itertools
+import math
 from collections.abc import Generator
 from typing import Any
 
@@ -10,15 +12,29 @@ from numpy.typing import NDArray
 
 from twinbed.conf.model_spec import ModelSpec
 from twinbed.conf.schema import Way
-from twinbed.policies.balance import Assignment, BlockWork, Half, Migrate, Product, block_work, column_work
-from twinbed.policies.balance.columns import column_plans
+from twinbed.policies.balance import (
+    LEND_STREAM,
+    RETURN_STREAM,
+    Assignment,
+    BlockWork,
+    Half,
+    Leg,
+    Migrate,
+    Product,
+    Prune,
+    block_work,
+    column_work,
+)
+from twinbed.policies.balance.columns import column_plans, leg_plans
 from twinbed.policies.plan import (
     AllReduce,
     Apply,
     Broadcast,
     Collective,
+    Fill,
     Gather,
     Join,
+    Keep,
     Multiply,
     Part,
     Place,
@@ -102,6 +118,85 @@ def test_the_product_and_its_gradients_are_whole(product: Product, name: str, wa
         flat = gradients[rank].reshape(-1, out).T @ xs[rank].reshape(-1, columns)
         assert_allclose(values[rank]["dweight"], flat, err_msg=f"dweight of rank {rank}")
         assert_allclose(values[rank]["dbias"], gradients[rank].sum((0, 1)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("product", list(Product))
+def test_pruning_leaves_columns_out_that_are_not_lent(product: Product, way: Way) -> None:
+    """As a product whose weights are masked there: of a rank that lends the others, and of one that lends none."""
+    half, ratios = product.half, (0.0, 0.5, 0.25, 0.5)
+    actions = (Migrate(3, 0, half, 3), *(Prune(rank, ratio) for rank, ratio in enumerate(ratios) if ratio))
+    assignment = Assignment(work(), actions)
+    columns, out = work().columns(product, 8), work().rows(product)
+    each = columns // 8
+    random = np.random.default_rng(2)
+    homes = [columns] * 3 + [5 * each]
+    # which of them are left out
+    masks = [np.ones(columns) for _ in range(RANKS)]
+    for rank, (home, ratio) in enumerate(zip(homes, ratios, strict=True)):
+        masks[rank][random.permutation(home)[: int(home * ratio)]] = 0
+    weights = [random.standard_normal((out, columns)) for _ in range(RANKS)]
+    xs = [random.standard_normal((TOKENS, columns)) for _ in range(RANKS)]
+    gradients = [random.standard_normal((TOKENS, out)) for _ in range(RANKS)]
+    if product.is_first:
+        xs = [xs[0]] * RANKS
+    else:
+        gradients = [gradients[0]] * RANKS
+    ways = [
+        column_plans(assignment, product, rank, way, bias=False, ratio=ratio)
+        for rank, ratio in enumerate(ratios)
+    ]
+    values = [
+        {"x": x, "weight": weight, "kept": np.flatnonzero(mask[:home])}
+        for x, weight, mask, home in zip(xs, weights, masks, homes, strict=True)
+    ]
+    shapes = [[step.size for step in forward.steps if isinstance(step, Keep)] for forward, _ in ways]
+    assert shapes == [[], [columns // 2] * 2, [3 * columns // 4] * 2, [math.ceil(5 * each / 2)] * 2]
+    lockstep([plans[0] for plans in ways], values)
+    masked = [weight * mask for weight, mask in zip(weights, masks, strict=True)]
+    partial = [x @ weight.T for x, weight in zip(xs, masked, strict=True)]
+    for rank in range(RANKS):
+        assert_allclose(values[rank]["y"], partial[rank] if product.is_first else sum(partial))
+        values[rank]["dy"] = gradients[rank]
+    lockstep([plans[1] for plans in ways], values)
+    inputs = [dy @ weight for dy, weight in zip(gradients, masked, strict=True)]
+    for rank in range(RANKS):
+        assert_allclose(values[rank]["dx"], sum(inputs) if product.is_first else inputs[rank])
+        assert_allclose(values[rank]["dweight"], (gradients[rank].T @ xs[rank]) * masks[rank])
+
+
+def test_a_rank_that_prunes_is_lent_no_columns() -> None:
+    with pytest.raises(ValueError, match="rank 1 both prunes and is lent columns of ffn"):
+        Assignment(work(), (Prune(1, 0.5), Migrate(0, 1, Half.ffn, 2)))
+    Assignment(work(), (Prune(1, 0.0), Prune(0, 0.5), Migrate(0, 1, Half.ffn, 2)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_legs_are_what_plans_move(way: Way) -> None:
+    """Of each rank the same collectives, in the same order, of operands that are as large."""
+    for name, half in itertools.product(ASSIGNMENTS, Half):
+        moves = tuple(Migrate(src, dst, half, units) for src, dst, units in ASSIGNMENTS[name])
+        assignment = Assignment(work(), moves)
+        for product, rank in itertools.product((p for p in Product if p.half is half), range(RANKS)):
+            legs = leg_plans(assignment, product, rank, way)
+            whole = column_plans(assignment, product, rank, way, bias=False)
+            streams = (LEND_STREAM, RETURN_STREAM)
+            found = [
+                [_moved(step) for leg in legs for step in legs[leg].steps if step.stream == stream]
+                for stream in streams
+            ]
+            assert found == [
+                [_moved(step) for plan in whole for step in plan.steps if step.stream == stream]
+                for stream in streams
+            ]
+            assert set(legs) <= set(Leg)
+            assert {name for plan in legs.values() for name in plan.operands} <= {"x", "weight", "y", "dy"}
+            assert not any(isinstance(step, Multiply) for plan in legs.values() for step in plan.steps)
+
+
+def _moved(step: Step) -> tuple[object, ...]:
+    assert isinstance(step, Collective)
+    return type(step), getattr(step, "root", None), getattr(step, "parts", None)
 
 
 def test_paired_units_are_no_columns() -> None:
@@ -204,6 +299,13 @@ def _local(step: Step, own: dict[str, Array]) -> None:
             pads[step.dim] = (step.first, step.total - step.first - read[0].shape[step.dim])
             placed = np.pad(read[0], pads)
             own[name] = own[name] + placed if step.add else placed
+        case Keep():
+            assert len(own["kept"]) == step.size
+            assert own["kept"].max() < step.of
+            own[name] = read[0][..., own["kept"]]
+        case Fill():
+            own[name] = np.zeros((*read[0].shape[:-1], step.of))
+            own[name][..., own["kept"]] = read[0]
         case Join():
             own[name] = np.concatenate(read, step.dim)
         case Apply(function="zeros"):

@@ -31,13 +31,12 @@ from twinbed.policies.balance.budget import AccuracyBudget
 from twinbed.policies.balance.build import build_balance
 from twinbed.policies.balance.costs import (
     HalfTimes,
-    MovementCost,
     all_reduce_ns,
     block_ns,
-    fit_movement,
     predicted_ns,
 )
 from twinbed.policies.balance.differentiated import differentiated
+from twinbed.policies.balance.movement_cost import MovementCost, fit_movement
 from twinbed.policies.balance.speeds import kept_shares
 from twinbed.policies.balance.split import Lending, lossless_ceiling
 

@@ -13,6 +13,7 @@ ANSWERS = {
     "lends": (Migrate(0, 1, Half.attention, 1), Migrate(0, 2, Half.ffn, 3)),
     "prunes": (Prune(0, 0.5),),
     "both": (Prune(0, 0.25), Migrate(0, 3, Half.ffn, 2)),
+    "columns": (Prune(0, 0.5), Migrate(0, 1, Half.attention, 3), Migrate(0, 1, Half.ffn, 5)),
     "nothing": (),
     "too many": (Migrate(0, 1, Half.attention, 9),),
 }

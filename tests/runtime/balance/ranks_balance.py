@@ -349,6 +349,17 @@ PRUNING: Mapping[str, tuple[tuple[str, ...], str, tuple[Any, ...]]] = {
     "contiguous, llama": ((*LLAMA, "balance.selection=contiguous"), "resize", (Prune(0, 0.5), Prune(3, 0.3))),
     "with units moved": (GPT, "semi", (Prune(0, 0.5), move(0, 1, A, 1), move(0, 2, F, 3))),
     "with units moved, gated": (LLAMA, "semi", (Prune(0, 0.5), move(0, 1, A, 1), move(0, 2, F, 3))),
+    # rank 0 lends others than it leaves out, rank 3 lends none; of columns of attention nobody does in the latter
+    "with columns moved, broadcast": (
+        (*GPT, "balance.way=broadcast"),
+        "semi",
+        (Prune(0, 0.5), Prune(3, 0.25), move(0, 1, A, 2), move(0, 2, F, 3)),
+    ),
+    "with columns moved, scatter, gated": (
+        (*LLAMA, "balance.way=scatter", "balance.selection=random"),
+        "semi",
+        (Prune(0, 0.5), Prune(3, 0.25, "block.1.fc1"), move(0, 1, F, 3), move(0, 2, F, 2)),
+    ),
 }
 
 
@@ -432,7 +443,7 @@ def validation(trainer: Trainer) -> float:
 def frozen(folder: Path) -> dict[str, Any]:
     """What a step did to columns that were left out, and to the others: (moved at all, share of them that moved)."""
     found = {}
-    for how in ("frozen", "moving"):
+    for how, way in (("frozen", "paired"), ("moving", "paired"), ("frozen", "scatter")):
         trainer, _ = new_trainer(
             (
                 *GPT,
@@ -441,6 +452,7 @@ def frozen(folder: Path) -> dict[str, Any]:
                 "optimizer.lr=1e-2",
                 "optimizer.weight_decay=0.3",
                 f"balance.pruned_state={how}",
+                f"balance.way={way}",
             ),
             folder,
             {},
@@ -465,7 +477,9 @@ def frozen(folder: Path) -> dict[str, Any]:
                 mask[rows[:, None], torch.tensor(columns, dtype=torch.int64)] = True
                 left.append(moved[:, mask])
                 taken.append(moved[:, ~mask])
-        found[how] = [float(torch.cat(x, 1).float().mean()) for x in (left, taken)]
+        found[how if way == "paired" else f"{how}, {way}"] = [
+            float(torch.cat(x, 1).float().mean()) for x in (left, taken)
+        ]
         trainer.close()
     return found
 

@@ -11,7 +11,13 @@ import pytest
 
 from twinbed.analysis.record import read_record
 from twinbed.conf.compose import compose
-from twinbed.policies.balance import MovementTimed, is_balance_event, parse_balance_event
+from twinbed.policies.balance import (
+    ColumnsTimed,
+    Half,
+    MovementTimed,
+    is_balance_event,
+    parse_balance_event,
+)
 from twinbed.runtime.case import TRAIN, Case
 from twinbed.runtime.launcher import LaunchOutcome, launch_local
 
@@ -79,6 +85,8 @@ def test_a_run_tells_what_was_balanced(tmp_path: Path) -> None:
                 {"answers": answers},
             ),
             "two groups": (data, {"answers": {"2": "prunes"}}),
+            "scatter": ((*FOUR, *SEMI, "balance.way=scatter", "steps=4"), {"answers": {"2": "columns"}}),
+            "two groups, broadcast": ((*data, "balance.way=broadcast"), {"answers": {"2": "columns"}}),
         },
     )
     assert outcome.status == "ok", outcome.error
@@ -105,6 +113,19 @@ def test_a_run_tells_what_was_balanced(tmp_path: Path) -> None:
     assert [event.units for event in timed] == [(1, 2), (2, 4)]
     assert all(min(*event.time_ns, event.together_ns) > 0 for event in timed)
     assert logged[2].action.startswith("migrate 1 attention from 0 to 1")
+
+    for name, lenders in (("scatter", 2), ("two groups, broadcast", 1)):
+        decisions = read_record(tmp_path / name).decisions
+        logged = [d for d in decisions if is_balance_event(d.event) and d.rank == 0]
+        columns = [e for d in logged if isinstance(e := parse_balance_event(d.event), ColumnsTimed)]
+        assert [d.iteration for d in logged] == [0, 0, 1, 3]
+        assert [event.half for event in columns] == list(Half)
+        for event in columns:
+            assert event.units == ((2, 4) if lenders == 2 else (1, 8)), name
+            assert event.lenders == lenders
+            assert min(*event.few_ns, *event.many_ns) > 0
+            assert (min(event.together_ns) > 0) == (lenders > 1)
+        assert logged[2].action.startswith("prune rank 0 by 0.5, migrate 3 attention from 0 to 1")
 
     groups = result(tmp_path, "two groups")["balance"]["groups"]
     assert [each["ranks"] for each in groups] == [[0, 1], [2, 3]]
