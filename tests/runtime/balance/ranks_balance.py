@@ -399,7 +399,7 @@ def pruned(folder: Path) -> dict[str, Any]:
             masked = {n: p * mask.get(n, 1) for n, p in whole.named_parameters()}
             losses = []
             for index in range(2):
-                inputs, targets = trainer._on_device(trainer.batches.train(step, index))
+                inputs, targets = trainer.feed.train(step, index)
                 losses.append(torch.func.functional_call(whole, masked, (inputs, targets)))
             total = sum(losses) / 2
             names = list(dict(whole.named_parameters()))
