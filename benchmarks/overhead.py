@@ -69,7 +69,7 @@ def run_pairs(case: Case, context: Any) -> None:
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True, weight_decay=0.0)
 
     def plain_step(step: int) -> None:
-        tokens, targets = trainer._on_device(trainer.batches.train(step, 0))
+        tokens, targets = trainer.feed.train(step, 0)
         plain(tokens, targets).backward()
         gradients = [p.grad.to_local() for p in plain.parameters() if isinstance(p.grad, DTensor)]
         square = get_total_norm(gradients).float().square()

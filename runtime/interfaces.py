@@ -30,6 +30,12 @@ def read_interface() -> InterfaceBytes | None:
     return parse_counters(Path("/proc/self/net/dev").read_text(encoding="ascii"), name)
 
 
+def interface_since(before: InterfaceBytes | None) -> InterfaceBytes | None:
+    """What it has sent and received since `read_interface` said `before`."""
+    after = read_interface()
+    return after.since(before) if before is not None and after is not None else None
+
+
 def parse_counters(text: str, name: str) -> InterfaceBytes | None:
     """The line of `name` in the format of /proc/net/dev."""
     for line in text.splitlines():

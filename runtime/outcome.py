@@ -1,18 +1,14 @@
 """From what each rank measured to the record of the run. Everything is gathered once, at the end."""
 
-import hashlib
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..analysis.record import (
-    Decision,
-    LedgerRow,
     Record,
     Span,
     comm_means,
@@ -26,47 +22,10 @@ from ..conf.model_spec import ModelSpec
 from ..conf.schema import ExperimentConf
 from .balance.balancer import BalanceReport
 from .case import Case
-from .interfaces import InterfaceBytes
-from .laps import Lap
-from .ledger import LIBRARY_STREAM
 from .metrics import StepMetrics, write_metrics
 from .phases import compute_spans, mean_phases, step_phases
+from .report import RankReport
 from .worker import WorkerContext
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankReport:
-    """One rank's measurements of a run. Times are of its machine's monotonic clock."""
-
-    rank: int
-    node: int
-    clock: str  # machines whose clocks are the same have the same
-    steps_ns: list[tuple[int, int]]  # start and end of each step
-    metrics: list[StepMetrics]
-    loss_weights: list[
-        float
-    ]  # of each step's loss in the mean over ranks; 1 where all have as many sequences
-    laps: list[Lap]
-    rows: list[LedgerRow]
-    spans: list[Span]
-    # rank 0's, and what the other tensor groups' balancing policies decided; ranks with the same units decide alike, so
-    # the others send the digest
-    decisions: list[Decision]
-    decision_digest: str
-    memory_bytes: dict[str, int]  # activations are left out where no step was measured
-    interface: InterfaceBytes | None  # bytes during the steps and validations; one rank of each node
-    checkpoints: list[str]
-    skipped_steps: int
-    saved_bytes: dict[str, int] | None = None  # by unit (`saved.SavedTensors`); None: no step was measured
-    units_of: str = ""  # ranks with the same have the same units
-    far_bytes: dict[str, int] | None = None  # in far memory, by class; None: nothing is offloaded
-    moved_bytes: dict[str, int] | None = None  # to and from it in the last step
-    balance: BalanceReport | None = None
-
-    @property
-    def comm_streams(self) -> set[str]:
-        """Those that plans name, and that of libraries."""
-        return {LIBRARY_STREAM, *(row.stream for row in self.rows)}
 
 
 def write_outcome(
@@ -99,20 +58,6 @@ def write_outcome(
     folder = context.case_folder(case)
     write_metrics(folder, metrics)
     write_record(folder, _record(case, context, experiment, spec, reports, metrics))
-
-
-def decision_digest(decisions: Sequence[Decision]) -> str:
-    """Equal for ranks that decided alike."""
-    log = "\n".join(f"{d.iteration} {d.event} -> {d.action}" for d in decisions)
-    return hashlib.sha256(log.encode()).hexdigest()
-
-
-def clock_name() -> str:
-    """Processes of one boot of one kernel share the monotonic clock, whatever their host names say."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return platform.node()
 
 
 def _mean_metrics(reports: Sequence[RankReport]) -> list[StepMetrics]:

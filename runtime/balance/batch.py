@@ -1,7 +1,5 @@
 """Uneven micro-batches: which sequences of each are this replica's, by what all replicas measured."""
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 
@@ -11,6 +9,7 @@ from ..groups import Groups
 from ..laps import Laps
 from ..ledger import Ledger
 from .measured import computed_ns
+from .room import Room
 
 
 class SequenceShares:
@@ -20,7 +19,7 @@ class SequenceShares:
         period: Steps between two measurements.
         micro: Sequences of a micro-batch of one replica, in an even split.
         micro_batches: Of a step.
-        room: By how many sequences this rank could take more of every micro-batch.
+        room: What this rank's memory has left for more of them.
 
     Attributes:
         counts: [replicas], sequences of a micro-batch that each takes.
@@ -37,7 +36,7 @@ class SequenceShares:
         period: int,
         micro: int,
         micro_batches: int,
-        room: Callable[[], int],
+        room: Room,
     ) -> None:
         self._policy, self._groups, self._ledger, self._laps = policy, groups, ledger, laps
         self._device, self._period, self._room = device, period, room
@@ -66,6 +65,8 @@ class SequenceShares:
 
     def step_done(self, step: int) -> bool:
         """After the optimizer step of step `step`, on all ranks: measure; whether shares are others from now on."""
+        self._laps.lap("step")
+        self._ledger.at(iteration=step, phase="step", layer="")
         self._measure()
         if (step + 1) % self._period:
             return False
@@ -94,7 +95,8 @@ class SequenceShares:
 
     def _exchange(self, step: int) -> ReplicasMeasured:
         mean_ns = sum(self._steps_ns) // len(self._steps_ns)
-        own = torch.tensor([mean_ns, max(0, self._room())], dtype=torch.int64, device=self._device)
+        room = max(0, self._room.beside(self.counts[self._replica]))
+        own = torch.tensor([mean_ns, room], dtype=torch.int64, device=self._device)
         world = self._groups[WORLD]
         found = own.new_empty(world.size, own.numel())
         with self._ledger.collective(

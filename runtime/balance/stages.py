@@ -1,9 +1,11 @@
-"""How long parts of the model take on each stage of a pipeline, measured before the model is built."""
+"""How many blocks each stage of a pipeline gets, by how long parts of the model take there; asked before the model is
+built.
+"""
 
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -18,18 +20,78 @@ from ...policies.balance import (
     ShareBlocks,
     StagesMeasured,
 )
+from ...policies.balance.build import build_shares
 from ...policies.layout import ParallelLayout
 from ...policies.mesh import PIPELINE
 from ..collectives import backend_of, build_collectives
 from ..dispatch import activate
+from ..feed import Feed
 from ..groups import Groups
 from ..layout.layout import lay_out
 from ..layout.pace import Rate
 from ..ledger import Ledger
 from ..stack import Stack, build_model
 from ..wrap import WIRE_DTYPE
+from .build import build_rate
+from .straggle import Straggler
 
 _WARMUP, _REPEATS = 1, 3
+
+
+@dataclass(frozen=True, slots=True)
+class StageSplit:
+    """What a policy was told of the stages, and what it answered.
+
+    Attributes:
+        experiment: With the numbers of blocks that the answer says.
+    """
+
+    experiment: ExperimentConf
+    event: StagesMeasured
+    answer: tuple[BalanceAction, ...] | None
+
+
+def split_stages(
+    experiment: ExperimentConf,
+    spec: ModelSpec,
+    layout: ParallelLayout | None,
+    *,
+    groups: Groups,
+    device: torch.device,
+    feed: Feed,
+    straggler: Straggler | None,
+    synchronize: Callable[[], None] | None,
+) -> StageSplit | None:
+    """With balance=layers, of stages whose numbers of blocks are not given; None: there are none. To be called on all
+    ranks.
+
+    Args:
+        layout: Whatever its split.
+        feed: Whose first micro-batch is measured.
+        straggler: Makes this rank slow.
+        synchronize: Waits for the device, where work runs asynchronously.
+
+    Raises:
+        ValueError: The policy answers what is no split.
+    """
+    if layout is None or experiment.balance.name != "layers" or experiment.parallel.stage_layers:
+        return None
+    policy = build_shares(experiment, spec)
+    assert policy is not None
+    if straggler is not None:
+        straggler.measuring_begins()
+    event = measure_stages(
+        experiment,
+        spec,
+        layout,
+        groups=groups,
+        device=device,
+        batch=feed.train(0, 0),
+        rate=build_rate(
+            experiment.cluster, straggler, device=device, measured=False, synchronize=synchronize
+        ),
+    )
+    return with_split(experiment, policy, event)
 
 
 def measure_stages(
@@ -85,17 +147,15 @@ def measure_stages(
     return StagesMeasured(tuple(block for _, block, _ in slowest), (slowest[0][0], slowest[-1][2]))
 
 
-def with_split(
-    experiment: ExperimentConf, policy: BalancePolicy, event: StagesMeasured
-) -> tuple[ExperimentConf, tuple[BalanceAction, ...] | None]:
-    """The same experiment with the numbers of blocks that the policy answers, and its answer."""
+def with_split(experiment: ExperimentConf, policy: BalancePolicy, event: StagesMeasured) -> StageSplit:
+    """What the policy makes of it."""
     answer = policy.decide(event)
     for action in answer or ():
         if not isinstance(action, ShareBlocks):
             raise ValueError(f"balancing policy {policy.name!r} answers {action}: must be ShareBlocks")
         parallel = replace(experiment.parallel, stage_layers=list(action.counts))
         experiment = replace(experiment, parallel=parallel)
-    return experiment, answer
+    return StageSplit(experiment, event, answer)
 
 
 def _time_parts(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,6 @@ from .region import Region
 from .residency import Residency
 from .states import counters, make_states, move_states_in, only
 from .store import Store
-
-FOLDER: Final = "offload"  # in the run's own folder, where offload.path does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +103,25 @@ class DiskOffload:
                 counter.fill_(self.resumed["counter"])
         watch_gathers(units, self._gathering, reads_shard=reads_shard)
 
+    def first_step(self, otherwise: int, notes: Mapping[str, Any], *, steps: int) -> int:
+        """Which step comes first, to be asked before it: the one behind the commit that the training goes on from; or
+        `otherwise`, and what it begins with is committed.
+
+        Args:
+            notes: Of the trainer, for `resumed`.
+            steps: Of the whole training.
+
+        Raises:
+            ValueError: All steps are done.
+        """
+        if self.resumed is None:
+            self.commit(otherwise, notes)
+            return otherwise
+        done: int = self.resumed["step"]
+        if done >= steps:
+            raise ValueError(f"offload.resume=true: {done} steps are done; steps={steps} must be more")
+        return done
+
     def begins(self, kind: str) -> None:
         """An iteration of a kind ("train", "eval") begins."""
         self.residency.begins(kind)
@@ -126,7 +143,7 @@ class DiskOffload:
         """After a step: what has changed is to be committed, if it is time.
 
         Args:
-            notes: Of the trainer, for `resumed`.
+            notes: As of `first_step`.
         """
         every = self._conf.commit_every
         if every and steps_done % every == 0:

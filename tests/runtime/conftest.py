@@ -20,7 +20,7 @@ HOST = Path(__file__).with_name("ranks_host.py")
 @pytest.fixture
 def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Launch:
     """launch(script, case, world) runs `script.py case`, beside the test's file, on each rank; what its function
-    returned, by rank.
+    returned, by rank. Of several cases, "a,b", what each returned by its name.
     """
     folder = request.path.parent
 
@@ -28,7 +28,9 @@ def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Launch:
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
         env.pop("LOCAL_WORLD_SIZE", None)
         command = [sys.executable, "-W", "ignore::FutureWarning", str(HOST), str(folder / f"{script}.py")]
-        host = subprocess.Popen([*command, case, str(world), str(tmp_path)], env=env, start_new_session=True)
+        host = subprocess.Popen(
+            [*command, case, str(world), str(tmp_path), str(timeout_s)], env=env, start_new_session=True
+        )
         try:
             host.wait(timeout_s)
         finally:

@@ -1,7 +1,8 @@
-"""Forks the ranks of a test: ranks_host.py SCRIPT CASE WORLD FOLDER.
+"""Forks the ranks of a test: ranks_host.py SCRIPT CASE WORLD FOLDER TIMEOUT_S.
 
-Each runs SCRIPT with the arguments CASE RANK WORLD FOLDER and prints to FOLDER/RANK.log; FOLDER/codes.json says how
-they ended. What the script imports is imported once, before.
+Each runs SCRIPT with the arguments CASE RANK WORLD FOLDER TIMEOUT_S (`ranks_run`) and prints to FOLDER/RANK.log;
+FOLDER/codes.json says how they ended. What the script imports is imported once, before; beside packages that is what
+lies in its folder and in this one.
 """
 
 import importlib.util
@@ -17,7 +18,8 @@ import torch._dynamo  # noqa: F401  (the first step of an optimizer would import
 
 def main() -> None:
     script, case, world, folder = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
-    sys.path.insert(0, str(script.parent))
+    timeout_s = sys.argv[5]
+    sys.path[:0] = [str(script.parent), str(Path(__file__).parent)]
     spec = importlib.util.spec_from_file_location(script.stem, script)
     assert spec is not None
     assert spec.loader is not None
@@ -26,7 +28,7 @@ def main() -> None:
     for rank in range(world):
         pid = os.fork()
         if pid == 0:
-            _run(script, [case, str(rank), str(world), str(folder)], folder / f"{rank}.log")
+            _run(script, [case, str(rank), str(world), str(folder), timeout_s], folder / f"{rank}.log")
         pids.append(pid)
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     (folder / "codes.json").write_text(json.dumps(codes))

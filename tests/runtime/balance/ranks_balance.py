@@ -1,13 +1,9 @@
 """Runs on each rank for test_moves.py and test_pruning.py."""
 
-import faulthandler
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +12,9 @@ from torch import Tensor
 
 from twinbed.conf.compose import compose
 from twinbed.policies.balance import Assignment, BalanceEvent, GroupMeasured, Half, Migrate, Prune
-from twinbed.runtime.failure import Heartbeat
 from twinbed.runtime.trainer import Trainer
-from twinbed.runtime.worker import WorkerContext
+
+from ranks_run import run_cases, worker_context
 
 SMALL = (
     "target=runtime",
@@ -201,7 +197,7 @@ class Trained:
 
 
 def new_trainer(
-    keys: Sequence[str], folder: Path, answers: Mapping[int, tuple[Any, ...]] | None, balance: str = "migrate"
+    keys: Sequence[str], answers: Mapping[int, tuple[Any, ...]] | None, balance: str = "migrate"
 ) -> tuple[Trainer, Scripted | None]:
     keys = [*SMALL, *keys]
     policy = None
@@ -209,29 +205,11 @@ def new_trainer(
         policy = Scripted(answers)
         keys.append(f"balance={balance}")
     experiment = compose(keys).experiment
-    rank = dist.get_rank()
-    context = CONTEXTS.get(0)
-    if context is None:
-        context = CONTEXTS[0] = WorkerContext(
-            folder=folder,
-            rank=rank,
-            num_ranks=dist.get_world_size(),
-            local_rank=rank,
-            ranks_per_node=dist.get_world_size(),
-            device=torch.device("cpu"),
-            heartbeat=Heartbeat(folder, rank),
-            git_commit="",
-            timeout=timedelta(seconds=60),
-        )
-    return Trainer(experiment, context, balance=policy), policy
-
-
-CONTEXTS: dict[int, WorkerContext] = {}
+    return Trainer(experiment, worker_context(), balance=policy), policy
 
 
 def train(
     keys: Sequence[str],
-    folder: Path,
     answers: Mapping[int, tuple[Any, ...]] | None = None,
     *,
     steps: int = 20,
@@ -241,7 +219,7 @@ def train(
     before_step: Callable[[Trainer, int], None] | None = None,
 ) -> Trained:
     """`first`: in force from the first step on."""
-    trainer, policy = new_trainer(keys, folder, answers, balance)
+    trainer, policy = new_trainer(keys, answers, balance)
     found = Trained()
     if first:
         assert trainer.balancer is not None
@@ -293,35 +271,35 @@ def plain_rows(rows: Sequence[Any]) -> list[Any]:
     return [row for row in rows if row.stream not in ("lend", "return", "balance")]
 
 
-def moved(folder: Path) -> dict[str, Any]:
+def moved() -> dict[str, Any]:
     """Of each case: errors of gradients and losses against plain tensor parallelism, and the rows of balancing."""
-    return _compared(folder, MOVES)
+    return _compared(MOVES)
 
 
-def more_moves(folder: Path) -> dict[str, Any]:
-    return _compared(folder, MORE_MOVES)
+def more_moves() -> dict[str, Any]:
+    return _compared(MORE_MOVES)
 
 
-def columns(folder: Path) -> dict[str, Any]:
+def columns() -> dict[str, Any]:
     """As `moved`, of the paper's ways."""
     few = ("gpt, broadcast", "llama, scatter", "pipeline, broadcast", "data, zero3, scatter")
-    return _compared(folder, {name: COLUMNS[name] for name in few})
+    return _compared({name: COLUMNS[name] for name in few})
 
 
-def more_columns(folder: Path) -> dict[str, Any]:
-    return _compared(folder, COLUMNS)
+def more_columns() -> dict[str, Any]:
+    return _compared(COLUMNS)
 
 
 def _compared(
-    folder: Path, cases: Mapping[str, tuple[tuple[str, ...], Mapping[int, tuple[Any, ...]], int]]
+    cases: Mapping[str, tuple[tuple[str, ...], Mapping[int, tuple[Any, ...]], int]],
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     plain: dict[tuple[Any, ...], Trained] = {}
     for name, (given, answers, steps) in cases.items():
         keys = tuple(key for key in given if not key.startswith("balance.way"))
         if (keys, steps) not in plain:
-            plain[keys, steps] = train(keys, folder, steps=steps)
-        want, got = plain[keys, steps], train(given, folder, answers, steps=steps)
+            plain[keys, steps] = train(keys, steps=steps)
+        want, got = plain[keys, steps], train(given, answers, steps=steps)
         # a communication thread's rows lie between the others as time wills
         ordered = partial(sorted, key=repr) if "comm.overlap=true" in keys else list
         found[name] = {
@@ -384,7 +362,7 @@ def _look(trainer: Trainer, got: dict[str, Any], apply: Any, rate: float, scale:
     return apply(rate, scale)
 
 
-def pruned(folder: Path) -> dict[str, Any]:
+def pruned() -> dict[str, Any]:
     """Gradients of pruned steps against those of a whole model whose weights are masked, in one process."""
     from twinbed.runtime.stack import build_model
 
@@ -392,7 +370,7 @@ def pruned(folder: Path) -> dict[str, Any]:
     for name, (keys, balance, actions) in PRUNING.items():
         kept: list[list[tuple[int, ...] | None]] = []
         trainer, _ = new_trainer(
-            (*keys, *TENSOR, "balance.refresh=2", "train.gradient_clipping=0"), folder, {}, balance
+            (*keys, *TENSOR, "balance.refresh=2", "train.gradient_clipping=0"), {}, balance
         )
         balanced = trainer.balancer.balanced
         balanced.assignment = Assignment(balanced.work, actions)
@@ -410,7 +388,7 @@ def pruned(folder: Path) -> dict[str, Any]:
             masked = {n: p * mask.get(n, 1) for n, p in whole.named_parameters()}
             losses = []
             for index in range(2):
-                inputs, targets = trainer._on_device(trainer.batches.train(step, index))
+                inputs, targets = trainer.feed.train(step, index)
                 losses.append(torch.func.functional_call(whole, masked, (inputs, targets)))
             total = sum(losses) / 2
             names = list(dict(whole.named_parameters()))
@@ -440,7 +418,7 @@ def validation(trainer: Trainer) -> float:
     return abs(under / trainer.validate(4)[0] - 1)
 
 
-def frozen(folder: Path) -> dict[str, Any]:
+def frozen() -> dict[str, Any]:
     """What a step did to columns that were left out, and to the others: (moved at all, share of them that moved)."""
     found = {}
     for how, way in (("frozen", "paired"), ("moving", "paired"), ("frozen", "scatter")):
@@ -454,7 +432,6 @@ def frozen(folder: Path) -> dict[str, Any]:
                 f"balance.pruned_state={how}",
                 f"balance.way={way}",
             ),
-            folder,
             {},
             "semi",
         )
@@ -484,12 +461,12 @@ def frozen(folder: Path) -> dict[str, Any]:
     return found
 
 
-def changes(folder: Path) -> dict[str, Any]:
+def changes() -> dict[str, Any]:
     """What a policy is told of how weights changed, and the same worked out from whole weights."""
     from twinbed.policies.balance import ChangesMeasured
 
     keys = (*GPT, *TENSOR, "balance.selection=differentiated", "balance.refresh=2")
-    trainer, policy = new_trainer(keys, folder, {1: (Prune(0, 0.5), Prune(0, 0.25, "block.2.fc2"))}, "resize")
+    trainer, policy = new_trainer(keys, {1: (Prune(0, 0.5), Prune(0, 0.25, "block.2.fc2"))}, "resize")
     weights: list[list[list[Tensor]]] = []
     shares = []
     for step in range(4):
@@ -517,13 +494,13 @@ def changes(folder: Path) -> dict[str, Any]:
     }
 
 
-def even(folder: Path) -> dict[str, bool]:
+def even() -> dict[str, bool]:
     """Whether nothing that is moved or left out gives the bits of no balancing at all."""
     found = {}
     keep: dict[int, tuple[Any, ...]] = {}
     ratio_0: dict[int, tuple[Any, ...]] = {1: (Prune(0, 0.0), Prune(2, 0.0, "block.0.fc1"))}
     for name, keys in {"gpt": GPT, "llama": LLAMA}.items():
-        want = train((*keys, *TENSOR), folder, steps=2)
+        want = train((*keys, *TENSOR), steps=2)
         for balance, answers, more in (
             ("resize", ratio_0, ()),
             ("semi", ratio_0, ("balance.selection=differentiated", "balance.refresh=2")),
@@ -533,26 +510,11 @@ def even(folder: Path) -> dict[str, bool]:
                 else ()
             ),
         ):
-            got = train((*keys, *TENSOR, *more), folder, answers, steps=2, balance=balance)
+            got = train((*keys, *TENSOR, *more), answers, steps=2, balance=balance)
             found[f"{name} {balance} {more}"] = same_bits(got, want)
     return found
 
 
-def main() -> None:
-    faulthandler.enable()
-    case, rank, world, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'store'}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-    )
-    torch.save({name: globals()[name](folder) for name in case.split(",")}, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    cases = (moved, more_moves, columns, more_columns, pruned, frozen, changes, even)
+    run_cases({case.__name__: case for case in cases})

@@ -1,19 +1,12 @@
 """Runs on each rank for test_straggle.py."""
 
-import faulthandler
-import sys
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from twinbed.conf.compose import compose
 from twinbed.policies.balance import GroupMeasured, Half, Migrate, Prune
-from twinbed.runtime.failure import Heartbeat
 from twinbed.runtime.trainer import Trainer
-from twinbed.runtime.worker import WorkerContext
+
+from ranks_run import run_cases, worker_context
 
 KEYS = (
     "target=runtime",
@@ -58,29 +51,28 @@ class Scripted:
         return None
 
 
-def times(context: WorkerContext, keys: tuple[str, ...], answers: dict[int, Any] | None = None) -> list[Any]:
+def times(keys: tuple[str, ...], answers: dict[int, Any] | None = None) -> list[Any]:
     """Of each step, nanoseconds of rank 1's products, by half."""
     policy = Scripted(answers or {})
-    trainer = Trainer(compose([*KEYS, *TENSOR, *keys]).experiment, context, balance=policy)
+    trainer = Trainer(compose([*KEYS, *TENSOR, *keys]).experiment, worker_context(), balance=policy)
     for step in range(STEPS):
         trainer.step(step)
     trainer.close()
     return [(told.attention_ns[1], told.ffn_ns[1]) for told in policy.told]
 
 
-def straggling(context: WorkerContext) -> dict[str, Any]:
+def straggling() -> dict[str, Any]:
     slow = ("cluster.slowdown=[{rank:1,factor:3,from_step:4,until_step:10}]",)
     found: dict[str, Any] = {
-        how: times(context, (*keys, *slow, f"cluster.slowdown_by={how}"))
+        how: times((*keys, *slow, f"cluster.slowdown_by={how}"))
         for how, keys in (("sleep", BIG), ("device", (*SMALL, *SLEPT)), ("repeat", BIG))
     }
-    found["repeat, slept"] = times(context, (*SMALL, *SLEPT, *slow, "cluster.slowdown_by=repeat"))
+    found["repeat, slept"] = times((*SMALL, *SLEPT, *slow, "cluster.slowdown_by=repeat"))
     found["2.5 times"] = times(
-        context, (*BIG, "cluster.slowdown=[{rank:1,factor:2.5,from_step:8}]", "cluster.slowdown_by=repeat")
+        (*BIG, "cluster.slowdown=[{rank:1,factor:2.5,from_step:8}]", "cluster.slowdown_by=repeat")
     )
     # what is left out or lent is not slept for
     found["pruned"] = times(
-        context,
         (*SMALL, *SLEPT, "cluster.slowdown=[{rank:1,factor:3,from_step:4}]"),
         {7: (Prune(1, 0.5),), 10: (), 13: _lends()},
     )
@@ -91,12 +83,12 @@ def _lends() -> tuple[Any, ...]:
     return (Migrate(1, 0, Half.attention, 2), Migrate(1, 0, Half.ffn, 32))
 
 
-def units(context: WorkerContext) -> dict[str, Any]:
+def units() -> dict[str, Any]:
     """Without a layout: milliseconds of a block's forward and backward laps, by step."""
     found = {}
     for name, keys in (("slept", (*SMALL, *SLEPT)), ("measured", BIG)):
         slow = "cluster.slowdown=[{rank:1,factor:4,from_step:8}]"
-        trainer = Trainer(compose([*KEYS, *keys, slow]).experiment, context)
+        trainer = Trainer(compose([*KEYS, *keys, slow]).experiment, worker_context())
         ends = []
         for step in range(STEPS):
             trainer.step(step)
@@ -110,32 +102,5 @@ def units(context: WorkerContext) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    faulthandler.enable()
-    case, rank, world, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'store'}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-    )
-    context = WorkerContext(
-        folder=folder,
-        rank=rank,
-        num_ranks=world,
-        local_rank=rank,
-        ranks_per_node=world,
-        device=torch.device("cpu"),
-        heartbeat=Heartbeat(folder, rank),
-        git_commit="",
-        timeout=timedelta(seconds=60),
-    )
-    torch.save({name: globals()[name](context) for name in case.split(",")}, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_cases({"straggling": straggling, "units": units})

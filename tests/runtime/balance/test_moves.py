@@ -20,7 +20,7 @@ LIMIT = 1e-5  # fp32, relative L2
 @pytest.mark.timeout(600)
 def test_lent_units_change_nothing_but_who_computes(launch: Launch) -> None:
     ranks = launch("ranks_balance", "moved,even", 4, timeout_s=500.0)
-    check_moves(ranks, "moved")
+    check_moves([found["moved"] for found in ranks])
     for found in ranks:
         assert all(found["even"].values()), found["even"]
     assert ranks[0]["moved"]["gpt"]["learned"] > 0.5  # nats
@@ -31,12 +31,12 @@ def test_lent_units_change_nothing_but_who_computes(launch: Launch) -> None:
 @pytest.mark.timeout(600)
 def test_lent_units_in_every_layout(launch: Launch) -> None:
     """20 steps of three families; zero, one and several replicas, overlap, bf16, and stages of a pipeline."""
-    check_moves(launch("ranks_balance", "more_moves", 4, timeout_s=550.0), "more_moves")
+    check_moves(launch("ranks_balance", "more_moves", 4, timeout_s=550.0))
 
 
-def check_moves(ranks: list[Any], which: str) -> None:
+def check_moves(ranks: list[Any]) -> None:
     for rank, found in enumerate(ranks):
-        for name, case in found[which].items():
+        for name, case in found.items():
             (keys, answers, steps), where = case["case"], f"{name}, rank {rank}"
             errors = {key: case[key] for key in ("gradients", "parameters", "losses", "validation")}
             limit = LIMIT if "bf16" not in name else 1e-2
@@ -52,19 +52,19 @@ def check_moves(ranks: list[Any], which: str) -> None:
 @pytest.mark.timeout(600)
 def test_columns_that_migrate_change_nothing_but_who_computes(launch: Launch) -> None:
     """On layers cut by outputs and by inputs; what moves beside is as the closed form says."""
-    check_columns_of(launch("ranks_balance", "columns", 4, timeout_s=500.0), "columns")
+    check_columns_of(launch("ranks_balance", "columns", 4, timeout_s=500.0))
 
 
 @pytest.mark.distributed
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_columns_that_migrate_in_every_way(launch: Launch) -> None:
-    check_columns_of(launch("ranks_balance", "more_columns", 4, timeout_s=550.0), "more_columns")
+    check_columns_of(launch("ranks_balance", "more_columns", 4, timeout_s=550.0))
 
 
-def check_columns_of(ranks: list[Any], which: str) -> None:
+def check_columns_of(ranks: list[Any]) -> None:
     for rank, found in enumerate(ranks):
-        for name, case in found[which].items():
+        for name, case in found.items():
             (keys, answers, steps), where = case["case"], f"{name}, rank {rank}"
             errors = {key: case[key] for key in ("gradients", "parameters", "losses", "validation")}
             assert all(value <= LIMIT for value in errors.values()), (where, errors)

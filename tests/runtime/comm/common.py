@@ -1,10 +1,6 @@
-"""What the scripts of this folder share: a model of odd sizes, policies by name, a main function."""
+"""What the scripts of this folder share: a model of odd sizes, policies by name."""
 
-import faulthandler
-import sys
-from collections.abc import Callable, Mapping
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -160,20 +156,3 @@ def reference_gradients(
 
 def relative_error(got: Tensor, want: Tensor) -> float:
     return float((got - want).norm() / want.norm())
-
-
-def main(cases: Mapping[str, Callable[[], Any]]) -> None:
-    """`script.py case rank world folder`: join the others, run the case, save what it returns."""
-    case, rank, world, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    faulthandler.dump_traceback_later(150, exit=True)
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'store'}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=30),
-    )
-    torch.save(cases[case](), folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()

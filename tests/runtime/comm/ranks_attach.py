@@ -1,9 +1,7 @@
 """Runs on each rank for test_attach.py: loops that know nothing of the package but `attach`."""
 
 import os
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 import twinbed.runtime
 from twinbed.conf.schema import CommConf
 
-sys.path.insert(0, str(Path(__file__).parent))  # scripts of this folder share common.py
-from common import VOCAB, Tiny, batch, main
+from common import VOCAB, Tiny, batch
+from ranks_run import run_cases
 
 
 def own_loop() -> dict[str, Any]:
@@ -142,4 +140,6 @@ def refusals() -> list[str]:
 
 
 if __name__ == "__main__":
-    main({"own_loop": own_loop, "two_models": two_models, "hugging_face": hugging_face, "refusals": refusals})
+    run_cases(
+        {"own_loop": own_loop, "two_models": two_models, "hugging_face": hugging_face, "refusals": refusals}
+    )

@@ -1,7 +1,5 @@
 """Runs on each rank for test_beneath.py: what the ledger sees of torch.distributed."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +11,7 @@ from twinbed.runtime.dispatch import activate
 from twinbed.runtime.groups import Groups
 from twinbed.runtime.ledger import Ledger
 
-sys.path.insert(0, str(Path(__file__).parent))  # scripts of this folder share common.py
-from common import main
+from ranks_run import run_cases
 
 
 def operators() -> list[tuple[Any, ...]]:
@@ -69,4 +66,4 @@ def many() -> int:
 
 
 if __name__ == "__main__":
-    main({"operators": operators, "many": many})
+    run_cases({"operators": operators, "many": many})

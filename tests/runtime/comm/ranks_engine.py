@@ -1,8 +1,6 @@
 """Runs on each rank for test_engine.py."""
 
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +14,10 @@ from twinbed.policies.plan import AllGather, AllToAll, Dequantize, LoadCopy, Pla
 from twinbed.runtime.ledger import Ledger
 from twinbed.runtime.wrap import CommEngine
 
-sys.path.insert(0, str(Path(__file__).parent))  # scripts of this folder share common.py
 from common import (
     Tiny,
     batch,
     engine_of,
-    main,
     optimize,
     policy_of,
     reference_gradients,
@@ -29,6 +25,7 @@ from common import (
     sgd,
     train_step,
 )
+from ranks_run import launch_folder, run_cases
 
 RANKS_PER_NODE = 2
 
@@ -343,7 +340,7 @@ class Broken(Chunked):
 
 def checkpoints() -> dict[str, float]:
     """Weights saved under one placement and loaded under another: the largest difference."""
-    folder = Path(sys.argv[4])
+    folder = launch_folder()
     saver, ledger = engine_of(policy_of("zero3", world=2, ranks_per_node=2), ranks_per_node=2)
     optimizer = sgd(saver)
     train_step(saver, ledger, step=0, micro_batches=1)
@@ -375,4 +372,4 @@ CASES: dict[str, Any] = {
 }
 
 if __name__ == "__main__":
-    main(CASES)
+    run_cases(CASES)

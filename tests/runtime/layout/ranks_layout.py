@@ -1,11 +1,7 @@
 """Runs on each rank for test_layout.py."""
 
-import faulthandler
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +23,8 @@ from twinbed.runtime.layout import LaidOut, lay_out
 from twinbed.runtime.ledger import Ledger
 from twinbed.runtime.stack import Stack, build_model
 from twinbed.runtime.wrap import wrap_model
+
+from ranks_run import run_cases
 
 MICRO, TOKENS, VOCAB = 4, 16, 61  # the vocabulary is padded in every mode
 COLLECTIVES = build_collectives(Backend.gloo)
@@ -337,24 +335,7 @@ def nine() -> dict[str, Any]:
     return found
 
 
-def run_case(cases: dict[str, Callable[[], Any]]) -> None:
-    """`script.py case rank world folder`: join the others, run the case, save what it returns."""
-    case, rank, world, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    faulthandler.dump_traceback_later(280, exit=True)
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'store'}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=120),
-    )
-    torch.save(cases[case](), folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    run_case(
+    run_cases(
         {"four": four, "eight": eight, "nine": nine, "planned": planned, "pairs": lambda: engines(PAIRS)}
     )

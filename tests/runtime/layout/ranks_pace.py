@@ -1,12 +1,8 @@
 """Runs on each rank for test_pace.py."""
 
-import faulthandler
-import sys
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +24,8 @@ from twinbed.sim.costs import Costs
 from twinbed.sim.interpreter import Transfer
 from twinbed.sim.layout.model import LaidModel
 from twinbed.sim.layout.shapes import BEFORE, BEHIND, BLOCK
+
+from ranks_run import run_cases
 
 COLLECTIVES = build_collectives(Backend.gloo)
 MICRO, TOKENS = 4, 16
@@ -116,7 +114,7 @@ class Laid:
         return float(total)
 
 
-def counted(world: int) -> dict[str, tuple[float, float]]:
+def counted() -> dict[str, tuple[float, float]]:
     """(operations that the runtime stretches, operations that the simulator counts) of each layout."""
     found = {}
     for name, layout in LAYOUTS.items():
@@ -129,7 +127,7 @@ def counted(world: int) -> dict[str, tuple[float, float]]:
     return found
 
 
-def slept(world: int) -> dict[str, tuple[float, float]]:
+def slept() -> dict[str, tuple[float, float]]:
     """(seconds of a step, seconds that its products take at the rate)."""
     found = {}
     for name in ("1d", "2d", "ring"):
@@ -139,7 +137,7 @@ def slept(world: int) -> dict[str, tuple[float, float]]:
     return found
 
 
-def blocked(world: int) -> dict[str, Any]:
+def blocked() -> dict[str, Any]:
     """Of a ring, with and without what runs beside: whether spans overlap in time, and the rows."""
     found = {}
     for beside in (True, False):
@@ -161,26 +159,5 @@ def blocked(world: int) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    faulthandler.enable()
-    case, rank, world, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'store'}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=120),
-    )
-    made = (
-        {name: function(world) for name, function in CASES.items()} if case == "all" else CASES[case](world)
-    )
-    torch.save(made, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-CASES = {"counted": counted, "slept": slept, "blocked": blocked}
-
 if __name__ == "__main__":
-    main()
+    run_cases({"counted": counted, "slept": slept, "blocked": blocked})

@@ -1,13 +1,11 @@
 """Runs on each rank for test_parallelize.py: many layouts in one launch."""
 
 import copy
-import faulthandler
 import importlib
 import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,8 @@ from torch import Tensor, nn
 from twinbed.conf.model_spec import ModelSpec
 from twinbed.runtime import ParallelModel, parallelize
 from twinbed.runtime.stack import build_model
+
+from ranks_run import run_cases
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SIZES = ["--steps", "3", "--tokens", "32"]
@@ -350,24 +350,7 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 
-def main() -> None:
-    """`script.py case rank world folder`."""
-    case, rank, world, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    faulthandler.dump_traceback_later(550, exit=True)
-    torch.set_num_threads(1)
+if __name__ == "__main__":
     warnings.filterwarnings("ignore", category=UserWarning)
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'store'}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=120),
-    )
-    torch.save(CASES[case](), folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    run_cases(CASES)

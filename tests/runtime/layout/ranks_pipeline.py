@@ -1,10 +1,7 @@
 """Runs on each rank for test_pipeline.py."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +23,8 @@ from twinbed.runtime.micro_batches import MicroBatches
 from twinbed.runtime.optim.lamb import Lamb
 from twinbed.runtime.optim.norms import Holders
 from twinbed.runtime.stack import Stack, build_model
+
+from ranks_run import run_cases
 
 CPU = torch.device("cpu")
 MICRO, TOKENS, STEPS, RATE = 2, 6, 5, 0.5
@@ -321,21 +320,5 @@ def holders() -> tuple[float, float]:
     return error(cut[0].data, alone[0].data.chunk(2)[rank]), error(cut[1].data, alone[1].data)
 
 
-def main() -> None:
-    """`script.py case rank world folder`."""
-    case, rank, world, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'store'}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=40),
-    )
-    torch.save(globals()[case](), folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_cases({"gradients": gradients, "rows": rows, "quantized": quantized, "holders": holders})

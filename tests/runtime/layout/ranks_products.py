@@ -1,9 +1,7 @@
 """Runs on each rank for test_products.py: products of dimensions, each through the engine that a training uses."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +21,8 @@ from twinbed.runtime.ledger import Ledger
 from twinbed.runtime.micro_batches import MicroBatches
 from twinbed.runtime.stack import Stack, build_model
 
-sys.path.insert(0, str(Path(__file__).parent))
-from ranks_layout import BERT, GPT, LLAMA, VIT, relative, run_case
+from ranks_layout import BERT, GPT, LLAMA, VIT, relative
+from ranks_run import run_cases
 
 MICRO, TOKENS, COUNT = 4, 16, 4  # sequences, tokens, micro-batches
 SMALL: Mapping[str, Any] = {"layers": 4, "hidden": 32, "ffn": 64}
@@ -202,4 +200,4 @@ def all_of(products: Mapping[str, Product]) -> dict[str, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    run_case({"four": lambda: all_of(OF_FOUR), "eight": lambda: all_of(OF_EIGHT)})
+    run_cases({"four": lambda: all_of(OF_FOUR), "eight": lambda: all_of(OF_EIGHT)})

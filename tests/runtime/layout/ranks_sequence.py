@@ -1,8 +1,6 @@
 """Runs on each rank for test_sequence.py: models whose sequences lie over two or four ranks."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +11,6 @@ from twinbed.conf.schema import ParallelConf
 from twinbed.policies.mesh import SEQUENCE
 from twinbed.runtime.layout import token_index
 
-sys.path.insert(0, str(Path(__file__).parent))
 from ranks_layout import (
     BERT,
     COLLECTIVES,
@@ -24,8 +21,8 @@ from ranks_layout import (
     layout_of,
     model_of,
     relative,
-    run_case,
 )
+from ranks_run import run_cases
 
 MICRO = 4
 
@@ -96,4 +93,4 @@ def four() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_case({"two": whole_world, "four": four})
+    run_cases({"two": whole_world, "four": four})

@@ -1,8 +1,6 @@
 """Runs on each rank for test_words.py: four ranks in a square of `row` and `column`, and in two replicas of two."""
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,8 +31,7 @@ from twinbed.runtime.interpreter import Interpreter
 from twinbed.runtime.layout import Context, LayerInterpreter
 from twinbed.runtime.ledger import Ledger
 
-sys.path.insert(0, str(Path(__file__).parent))
-from ranks_layout import run_case
+from ranks_run import run_cases
 
 COLLECTIVES = build_collectives(Backend.gloo)
 
@@ -198,4 +195,4 @@ def all_words() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_case({"words": all_words})
+    run_cases({"words": all_words})
