@@ -30,7 +30,8 @@ from ..micro_batches import (
 from ..optim.norms import Holders, square_sums
 from ..stack import Stack
 from ..wrap import PassEngine
-from .layout import LaidOut, parameters_of, tell_places
+from .layout import LaidOut, tell_places
+from .operands import parameters_of
 from .stages import tied_name
 from .tied import exchange
 

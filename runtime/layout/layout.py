@@ -3,8 +3,8 @@
 Modules keep their types, and parameters their names.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from ..balance.products import BalancedProduct
 from ..collectives import Collectives
 from ..dropout import Dropout
 from ..groups import Groups
-from ..leaves import ByPosition, CountRight, CrossEntropy, FirstToken, Owned, PositionsOf, Table, TiedHead
+from ..leaves import ByPosition, CountRight, CrossEntropy, Owned, Table
 from ..ledger import Ledger
 from ..stack import Stack
 from .autograd import Program
@@ -30,11 +30,18 @@ from .dtensor import is_served, parallelize
 from .functions import Context, first_rows
 from .interpreter import LayerInterpreter
 from .modules import Planned, PlannedCore, PlannedLoss, PlannedPositions, Source, Together, replace_call
+from .operands import cut_parameters, module_of, parameter_names, parameters_of
 from .pace import Flop, Rate, attention_flop, linear_flop, patches_flop
 from .parameters import Placed, gather_wholes
 from .tokens import border_index, token_index
 
 _NORMS = (Kind.layer_norm, Kind.rms_norm)
+_INPUTS: Mapping[Kind, tuple[str, ...]] = {
+    Kind.embedding: ("ids",),
+    Kind.patches: ("images",),
+    Kind.attention: ("q", "k", "v"),
+    Kind.loss: ("logits", "targets"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +156,7 @@ class _LayingOut:
     products: dict[tuple[str, str], BalancedProduct] = field(default_factory=dict, init=False)
 
     def all(self, stage: int, chunk: int) -> LaidOut:
-        units, names = self.model.units(), _names(self.model)
+        units, names = self.model.units(), parameter_names(self.model)
         placed: dict[str, Placed] = {}
         for name, owned, cut in cut_parameters(self.model, self.layout, self.mesh, stage=stage, chunk=chunk):
             placed[name] = cut
@@ -231,7 +238,7 @@ class _LayingOut:
         if forward is None or backward is None:
             self._pace(module, layer)
             return
-        target = _module(module, layer)
+        target = module_of(module, layer)
         members = (layer, *layer.others)
         found = [parameters_of(module, each) for each in members]
         operands = tuple(found[0])
@@ -297,7 +304,7 @@ class _LayingOut:
         if rate is None:
             return
         for each in (layer, *layer.others):
-            module = _module(unit, each)
+            module = module_of(unit, each)
             flop: Flop
             match layer.kind:
                 case Kind.linear | Kind.tied:
@@ -341,93 +348,6 @@ class _LayingOut:
     @property
     def mesh(self) -> Mesh:
         return self.groups.mesh
-
-
-def cut_parameters(
-    model: Stack, layout: ParallelLayout, mesh: Mesh, *, stage: int, chunk: int
-) -> Iterator[tuple[str, Owned, Placed]]:
-    """Each parameter of a part of a model that ranks hold in parts, with its name, and how: as it is before that.
-
-    Raises:
-        ValueError: If the model has no module that a layer names.
-    """
-    units, names = model.units(), _names(model)
-    seen: set[str] = set()
-    for unit, layers in layout.units(stage, chunk):
-        if unit not in units:
-            raise ValueError(f"stage {stage} has {unit!r}, which the model lacks; it has {list(units)}")
-        for layer in layers:
-            for each in (layer, *layer.others):
-                for owned, cut in _cuts(layout, mesh, units[unit], layer, each):
-                    name = names[id(owned.owner), owned.name]
-                    if name not in seen:  # a shared one, on the stage that has its layer too
-                        seen.add(name)
-                        yield name, owned, cut
-
-
-def _cuts(
-    layout: ParallelLayout, mesh: Mesh, unit: nn.Module, layer: Layer, each: Layer
-) -> Iterator[tuple[Owned, Placed]]:
-    """Parameters of a layer (or of one of its `others`) that are cut."""
-    cuts = layout.parameter_cuts(replace(each, input=layer.input, output=layer.output))
-    for operand, owned in parameters_of(unit, each).items():
-        cut, shape = cuts[operand], tuple(owned.tensor.shape)
-        if layer.kind in (Kind.positions, Kind.first_token):  # cut in their last dimension
-            cut = replace(cut, dims=((),) * (len(shape) - 1) + (cut.dims[-1],))
-        padded = shape
-        if layer.kind is Kind.embedding:
-            padded = (layer.features_in, *shape[1:])
-        elif layer.kind in (Kind.linear, Kind.tied):
-            padded = (each.features_out, *shape[1:])
-        if num_parts(mesh, cut.axes) > 1 or padded != shape:
-            yield owned, Placed(shape, padded, cut)
-
-
-def _names(model: nn.Module) -> dict[tuple[int, str], str]:
-    """Of each parameter by the module that has it, and what it is called there."""
-    return {
-        (id(module), name): f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        for name in module._parameters
-    }
-
-
-_INPUTS: Mapping[Kind, tuple[str, ...]] = {
-    Kind.embedding: ("ids",),
-    Kind.patches: ("images",),
-    Kind.attention: ("q", "k", "v"),
-    Kind.loss: ("logits", "targets"),
-}
-
-
-def _module(unit: nn.Module, layer: Layer) -> nn.Module:
-    """Whose call is the layer: the module of its path, or the one that uses the parameter of that path."""
-    where, _, name = layer.path.rpartition(".")
-    parent = unit.get_submodule(where)
-    if layer.kind is Kind.patches:
-        return parent  # it puts what its convolution gives in order
-    if name in parent._parameters:
-        for module in unit.modules():
-            if isinstance(module, PositionsOf | FirstToken) and (module.owned.owner, module.owned.name) == (
-                parent,
-                name,
-            ):
-                return module
-        raise ValueError(f"{layer.path!r} is a parameter that no module says it uses")
-    return unit.get_submodule(layer.path)
-
-
-def parameters_of(unit: nn.Module, layer: Layer) -> dict[str, Owned]:
-    """Of each operand of the plans, the parameter."""
-    if layer.kind in (Kind.attention, Kind.loss, Kind.local):
-        return {}
-    module = unit.get_submodule(layer.path) if layer.kind is Kind.patches else _module(unit, layer)
-    if isinstance(module, PositionsOf | FirstToken):
-        return {"weight": module.owned}
-    if isinstance(module, TiedHead):
-        bias = module.owned_bias
-        return {"weight": Owned(module.embedding, "weight")} | ({} if bias is None else {"bias": bias})
-    return {name: Owned(module, name) for name, held in module._parameters.items() if held is not None}
 
 
 def _source(owned: Owned) -> Source:

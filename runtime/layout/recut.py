@@ -24,7 +24,7 @@ from ...conf.schema import ParallelConf
 from ...policies.layout.parallel import ParallelLayout, build_parallel
 from ...policies.mesh import PIPELINE, Mesh
 from ..stack import Stack, build_model
-from .layout import cut_parameters
+from .operands import cut_parameters
 from .parameters import Placed
 from .stages import keep_part
 
