@@ -95,7 +95,8 @@ def test_semi_prunes_and_moves_columns(decision_map, way):
         row = decision_map.row(setting(decision_map, at, budget, way), layers=2)
         assert row.semi.decision == decision
         assert row.over_better >= 0.97
-        assert decision_map.error_of(row.semi.predicted_products, row.semi.products) < 0.1
+        # copies on the compute stream are in no leg: of three lenders up to 10%
+        assert decision_map.error_of(row.semi.predicted_products, row.semi.products) < 0.12
         if decision == "both":
             assert row.over_better > 1.05
 
