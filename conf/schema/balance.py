@@ -10,7 +10,7 @@ from .limits import require
 
 # Measured by benchmarks/balance_accuracy.py: a small ViT on pictures of clothes, one of two ranks pruned throughout. Of
 # any other training it is a guess.
-LOSS_POINTS = ((0.25, 1.0), (0.5, 2.6), (0.75, 3.8))
+LOSS_POINTS = ((0.25, 1.1), (0.5, 2.5), (0.75, 3.5))
 LOSS_RANKS = 2
 BALANCES = ("none", "resize", "migrate", "semi", "batch", "layers")
 
