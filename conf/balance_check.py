@@ -162,7 +162,7 @@ def _without_effect(experiment: ExperimentConf) -> list[str]:
         "period": of_tensor or conf.name == "batch",
         "slack": of_tensor or conf.name in ("batch", "layers"),
         "ratio": conf.name == "resize",
-        "goal": conf.name == "resize",
+        "goal": conf.name == "resize" and conf.ratio is None,
         **dict.fromkeys(
             (
                 "max_ratio",
@@ -171,10 +171,10 @@ def _without_effect(experiment: ExperimentConf) -> list[str]:
                 "imputation",
                 "pruned_state",
                 "accuracy_budget",
-                "loss_points",
             ),
             conf.prunes,
         ),
+        "loss_points": conf.prunes and conf.accuracy_budget is not None,
         **dict.fromkeys(("way", "pretest"), conf.moves),
     }
     without = []
@@ -182,5 +182,17 @@ def _without_effect(experiment: ExperimentConf) -> list[str]:
         value = getattr(conf, field.name)
         if value != getattr(usual, field.name) and not readers.get(field.name, True):
             shown = value.value if isinstance(value, Enum) else value
-            without.append(f"balance.{field.name}={shown} has no effect with balance={conf.name}")
+            without.append(f"balance.{field.name}={shown} has no effect {_why(field.name, conf)}")
+    if conf.name in ("resize", "migrate", "semi", "batch") and conf.period >= experiment.steps:
+        without.append(
+            f"balance.period={conf.period} with steps={experiment.steps}: nothing is decided that a step would follow"
+        )
     return without
+
+
+def _why(key: str, conf: BalanceConf) -> str:
+    if key == "goal" and conf.name == "resize":
+        return f"with balance.ratio={conf.ratio}"
+    if key == "loss_points" and conf.prunes:
+        return "without balance.accuracy_budget"
+    return f"with balance={conf.name}"

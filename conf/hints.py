@@ -34,6 +34,8 @@ def hint(error: BaseException | None) -> str:
     if error is None:
         return ""
     key = str(error.full_key or "")
+    if "Cannot merge DictConfig with ListConfig" in str(error):
+        return f"{key} is a list here: give {key}=[...], which takes its place"
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         node = error.object_type
         if not (isinstance(node, type) and is_dataclass(node)):

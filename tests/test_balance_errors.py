@@ -87,6 +87,10 @@ CASES = [
         ["balance=semi", "parallel.tensor=2", "balance.loss_points=[[0.5,1.0],[0.75,0.5]]"],
         ["balance.loss_points", "do not fall"],
     ),
+    (
+        ["balance=semi", "parallel.tensor=2", "balance.loss_points=[[0.25,0.3],[0.25,0.4]]"],
+        ["balance.loss_points", "each ratio once; [0.25] stands twice"],
+    ),
     (["balance=semi", "parallel.tensor=2", "balance.loss_points=3"], ["balance.loss_points=3", "pairs"]),
 ]
 
@@ -112,11 +116,30 @@ def test_columns_that_cannot_move_are_said() -> None:
         assert not any("divisor" in each for each in compose([*keys, *more]).warnings)
 
 
-def test_a_key_without_effect_is_said() -> None:
-    found = compose(["target=sim", "parallel.tensor=2", "balance=migrate", "balance.imputation=same"])
-    assert any(
-        "balance.imputation=same has no effect with balance=migrate" in each for each in found.warnings
-    )
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            ["balance=migrate", "balance.imputation=same"],
+            "balance.imputation=same has no effect with balance=migrate",
+        ),
+        (
+            ["balance=resize", "balance.loss_points=[[0.5,1]]"],
+            "balance.loss_points=[[0.5, 1]] has no effect without balance.accuracy_budget",
+        ),
+        (
+            ["balance=resize", "balance.ratio=0.5", "balance.goal=mean"],
+            "balance.goal=mean has no effect with balance.ratio=0.5",
+        ),
+        (
+            ["balance=semi", "balance.period=12", "steps=12"],
+            "balance.period=12 with steps=12: nothing is decided",
+        ),
+    ],
+)
+def test_a_key_without_effect_is_said(keys: list[str], said: str) -> None:
+    found = compose(["target=sim", "parallel.tensor=2", *keys])
+    assert any(said in each for each in found.warnings), found.warnings
 
 
 def test_key_heads_that_cannot_be_split_are_said() -> None:

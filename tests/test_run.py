@@ -100,10 +100,11 @@ def test_what_fails_takes_an_older_record_with_it(tmp_path: Path) -> None:
     [
         ("cluster.inter_node.bandwidth=1", "legal keys of cluster.inter_node: links, bandwidth_Bps"),
         ("cluster.inter_node.bandwidth_Bps=200Gbit", "is a number in bytes a second (200 Gbit/s is 25e9)"),
+        ("+experiment=stragglers cluster.slowdown={0:8}", "cluster.slowdown is a list here: give"),
     ],
 )
 def test_what_hydra_refuses_is_followed_by_a_hint(override: str, message: str, tmp_path: Path) -> None:
-    done = twinbed(override, cwd=tmp_path)
+    done = twinbed(*override.split(), cwd=tmp_path)
     assert done.returncode == 1
     assert message in done.stderr.splitlines()[-1]
 

@@ -145,6 +145,8 @@ def _points(given: Any) -> tuple[tuple[float, float], ...]:
         given,
         "ratios in (0, 1) and their points",
     )
+    twice = [ratio for (ratio, _), (again, _) in itertools.pairwise(found) if ratio == again]
+    require(not twice, key, given, f"each ratio once; {twice[:1]} stands twice")
     falls = any(later < earlier for (_, earlier), (_, later) in itertools.pairwise(found))
     require(not falls and found[0][1] >= 0, key, given, ">= 0 points that do not fall with the ratio")
     return tuple(found)

@@ -12,10 +12,10 @@ from .batch import BalanceBatch
 from .decider import Decider
 from .layers import BalanceLayers
 from .migrate import MigratePolicy
-from .policy import BalanceAction, BalanceEvent, BalancePolicy, Migrate, Prune
+from .policy import BalanceAction, BalanceEvent, BalancePolicy, Half, Migrate, Prune
 from .resize import ResizePolicy
 from .semi import SemiPolicy
-from .work import BlockWork, block_work, column_work
+from .work import BlockWork, Product, block_work, column_work
 
 _POLICIES: dict[str, type[Decider]] = {
     "resize": ResizePolicy,
@@ -58,7 +58,7 @@ def build_balance(conf: BalanceConf, work: BlockWork) -> BalancePolicy:
         ValueError: If there is none of that name, or the user's own cannot be made.
     """
     if conf.policy:
-        return NamedPolicy(conf.policy, load_named("balance.policy", conf.policy, conf, work), work)
+        return NamedPolicy(conf, load_named("balance.policy", conf.policy, conf, work), work)
     if conf.name not in _POLICIES:
         raise ValueError(
             f"balance.name={conf.name}: must be one of {list(_POLICIES)} for ranks of a tensor group"
@@ -73,14 +73,15 @@ class NamedPolicy:
         ValueError: If it lacks something that a policy has, or answers what no rank can carry out; naming it.
     """
 
-    def __init__(self, given: str, policy: Any, work: BlockWork) -> None:
-        self._key = f"balance.policy={given!r}"
+    def __init__(self, conf: BalanceConf, policy: Any, work: BlockWork) -> None:
+        self._key = f"balance.policy={conf.policy!r}"
         lacking = [key for key in ("name", "decide") if not hasattr(policy, key)]
         if lacking:
             raise ValueError(
                 f"{self._key} makes a {type(policy).__name__}, which is no policy: it lacks {lacking}"
             )
-        self._policy, self._work = policy, work
+        self._conf, self._policy, self._work = conf, policy, work
+        self._products = frozenset(name for name, _ in work.products())
 
     @property
     def name(self) -> str:
@@ -90,6 +91,8 @@ class NamedPolicy:
     def predicted_speedup(self) -> float | None:
         """Its own prediction, if it makes one."""
         found = getattr(self._policy, "predicted_speedup", None)
+        if found is not None and (isinstance(found, bool) or not isinstance(found, int | float)):
+            raise ValueError(f"{self._key}: predicted_speedup={found!r}: must be a number, or None")
         return None if found is None else float(found)
 
     def decide(self, event: BalanceEvent) -> tuple[BalanceAction, ...] | None:
@@ -98,11 +101,36 @@ class NamedPolicy:
             return None
         if not isinstance(answer, tuple) or not all(isinstance(each, Prune | Migrate) for each in answer):
             raise ValueError(f"{self._key} answers {answer!r}: must be None, or a tuple of Prune and Migrate")
+        for action in answer:
+            self._check(action)
         try:
             Assignment(self._work, answer)
         except ValueError as err:
             raise ValueError(f"{self._key}: {err}") from err
         return answer
+
+    def _check(self, action: Prune | Migrate) -> None:
+        """What `Assignment` takes as given, and what the settings leave room for."""
+        told, conf = f"{self._key} answers {action}", self._conf
+        if isinstance(action, Prune):
+            if not conf.prunes:
+                raise ValueError(
+                    f"{told} with balance={conf.name}, which prunes nothing: use balance=resize or semi"
+                )
+            if action.product and action.product not in self._products:
+                raise ValueError(
+                    f"{told}: product must be '' (all), or block.N.P with N in [0, {self._work.blocks}) and P one of "
+                    f"{[product.value for product in Product]}"
+                )
+            return
+        if not conf.moves:
+            raise ValueError(
+                f"{told} with balance={conf.name}, which moves nothing: use balance=migrate or semi"
+            )
+        if not isinstance(action.half, Half):
+            raise ValueError(f"{told}: half must be Half.attention or Half.ffn")
+        if not all(isinstance(number, int) for number in (action.src, action.dst, action.units)):
+            raise ValueError(f"{told}: src, dst and units must be whole numbers")
 
 
 def build_shares(experiment: ExperimentConf, spec: ModelSpec) -> BalancePolicy | None:

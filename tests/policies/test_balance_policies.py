@@ -522,8 +522,8 @@ def own_policy(tmp_path: Path, answer: str, *, name: str = "name = 'mine'") -> s
     return f"{file}:Own"
 
 
-def measured_once(policy: str) -> Group:
-    group = Group(work_of(4), BalanceConf(name="migrate", policy=policy))
+def measured_once(policy: str, balance: str = "semi") -> Group:
+    group = Group(work_of(4), BalanceConf(name=balance, policy=policy))
     group.period((1.0,) * 4)
     return group
 
@@ -550,11 +550,46 @@ def test_the_documented_policy_works(tmp_path: Path) -> None:
         ("(Migrate(0, 1, Half.ffn, 10**9),)", r"balance.policy=.*is to lend 1000000000 units of ffn"),
         ("[Prune(0, 0.5)]", r"balance.policy=.*answers \[Prune.*must be None, or a tuple"),
         ("('prune',)", r"balance.policy=.*must be None, or a tuple of Prune and Migrate"),
+        ("(Prune(0, 0.5, 'fc1'),)", r"balance.policy=.*product='fc1'.*must be '' \(all\), or block.N.P"),
+        (
+            "(Prune(0, 0.5, 'block.99.fc1'),)",
+            r"with N in \[0, 2\) and P one of \['qkv', 'out', 'fc1', 'fc2'\]",
+        ),
+        ("(Migrate(0, 1, 'ffn', 1),)", r"half must be Half.attention or Half.ffn"),
+        ("(Migrate(0, 1, Half.ffn, 10.5),)", r"src, dst and units must be whole numbers"),
     ],
 )
 def test_an_answer_that_nobody_can_carry_out(tmp_path: Path, answer: str, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         measured_once(own_policy(tmp_path, answer))
+
+
+@pytest.mark.parametrize(
+    ("balance", "answer", "error"),
+    [
+        (
+            "resize",
+            "(Migrate(0, 1, Half.ffn, 1),)",
+            "with balance=resize, which moves nothing: use balance=migrate",
+        ),
+        (
+            "migrate",
+            "(Prune(0, 0.5),)",
+            "with balance=migrate, which prunes nothing: use balance=resize or semi",
+        ),
+    ],
+)
+def test_an_answer_that_the_settings_leave_no_room_for(
+    tmp_path: Path, balance: str, answer: str, error: str
+) -> None:
+    with pytest.raises(ValueError, match=error):
+        measured_once(own_policy(tmp_path, answer), balance)
+
+
+def test_a_prediction_is_a_number(tmp_path: Path) -> None:
+    group = measured_once(own_policy(tmp_path, "None", name="name = 'mine'; predicted_speedup = 'fast'"))
+    with pytest.raises(ValueError, match=r"balance.policy=.*predicted_speedup='fast': must be a number"):
+        _ = group.policy.predicted_speedup
 
 
 def test_own_policies_are_made_with_the_config_and_the_work(tmp_path: Path) -> None:
