@@ -89,9 +89,7 @@ PAIR = (move(1, 0, A, 3), move(1, 0, F, 7))
 # name: keys, what is in force from the step of the given number on, and steps
 MOVES: Mapping[str, tuple[tuple[str, ...], Mapping[int, tuple[Any, ...]], int]] = {
     "gpt": ((*GPT, *TENSOR), {1: ONE, 10: ()}, 20),
-    "gpt, several": ((*GPT, *TENSOR), {1: SEVERAL, 2: ONE}, 4),
-    "llama": ((*LLAMA, *TENSOR), {1: SEVERAL}, 3),
-    "vit": ((*VIT, *TENSOR), {1: ONE, 2: ALL}, 3),
+    "llama": ((*LLAMA, *TENSOR), {1: SEVERAL, 2: ONE}, 3),
     "data, zero3": ((*GPT, "parallel.tensor=2", "comm=zero3"), {1: PAIR}, 3),
     "pipeline": (
         (*GPT, "parallel.tensor=2", "parallel.pipeline=2", "batch.accumulation=4", "comm=ddp"),
@@ -101,6 +99,7 @@ MOVES: Mapping[str, tuple[tuple[str, ...], Mapping[int, tuple[Any, ...]], int]] 
 }
 # of `make test-long`
 MORE_MOVES: Mapping[str, tuple[tuple[str, ...], Mapping[int, tuple[Any, ...]], int]] = {
+    "gpt, several": ((*GPT, *TENSOR), {1: SEVERAL, 2: ONE}, 4),
     "gpt, none left": ((*GPT, *TENSOR), {1: ALL}, 4),
     "gpt, one replica of zero3": ((*GPT, "parallel.tensor=4", "comm=zero3"), {1: ONE}, 4),
     "llama": ((*LLAMA, *TENSOR), {1: SEVERAL}, 20),
@@ -282,7 +281,7 @@ def more_moves() -> dict[str, Any]:
 
 def columns() -> dict[str, Any]:
     """As `moved`, of the paper's ways."""
-    few = ("gpt, broadcast", "llama, scatter", "pipeline, broadcast", "data, zero3, scatter")
+    few = ("gpt, broadcast", "llama, scatter", "data, zero3, scatter")
     return _compared({name: COLUMNS[name] for name in few})
 
 

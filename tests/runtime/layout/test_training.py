@@ -75,6 +75,8 @@ OF_FOUR: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "ring, dropout": ("dropout", (*WHOLE, *RING)),
     "pipeline, 1d, dropout": ("dropout", (*PAIRS, *keys(pipeline=2, tensor=2), "train.eval_batches=4")),
 }
+# of `make test-long`
+MORE = {"1d, heads of 6", "2d, lamb", "data, pipeline, lamb", "1d, lars", "2d, lars", "2d, dropout"}
 OF_EIGHT: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "2.5d": ("adamw", (*WHOLE, *keys(tensor=8, tensor_mode="2.5d", depth=2))),
     "3d": ("adamw", (*WHOLE, *keys(tensor=8, tensor_mode="3d"))),
@@ -155,8 +157,9 @@ def test_references_differ_and_learn(alone: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_losses_on_four_ranks(tmp_path: Path, alone: dict[str, dict[str, Any]]) -> None:
-    check(tmp_path, 4, OF_FOUR, alone)
+@pytest.mark.parametrize("names", [OF_FOUR.keys() - MORE, pytest.param(MORE, marks=pytest.mark.long)])
+def test_losses_on_four_ranks(names: set[str], tmp_path: Path, alone: dict[str, dict[str, Any]]) -> None:
+    check(tmp_path, 4, {name: case for name, case in OF_FOUR.items() if name in names}, alone)
 
 
 @pytest.mark.long
