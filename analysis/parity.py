@@ -287,7 +287,7 @@ def read_whole(parity: Mapping[str, Any]) -> dict[str, Any] | None:
 
     It cannot be made anew from a balanced run's folder: the simulation that was told the run's events is gone.
     """
-    late = {"ledger_not_comparable": None, "ledger_missing": [], "ledger_of": "prediction"}
+    late: dict[str, Any] = {"ledger_not_comparable": None, "ledger_missing": [], "ledger_of": "prediction"}
     found = late | dict(parity)
     return found if all(key in found for key in _KEYS) else None
 

@@ -32,7 +32,7 @@ def record_of(name: str, groups: Sequence[Group], *, speedups: Sequence[float] =
             },
         },
         decisions=[
-            Decision(ranks[0], i, event, action)
+            Decision(min(ranks, default=0), i, event, action)
             for ranks, answers in groups
             for i, (event, action) in enumerate(answers)
         ],
