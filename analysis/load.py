@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from .parity import PARITY, lacks_ledger, void_reason
+from .parity import PARITY, lacks_ledger, read_whole, void_reason
 from .record import LEDGER, RESULT, SCHEMA_VERSION, STATUSES, Record, read_record
 
 SIM, REAL = "sim", "runtime"
@@ -31,6 +31,7 @@ class Run:
     real: Record | None = None
     replay_equal: bool | None = None
     void: str | None = None
+    parity: dict[str, Any] | None = None  # as the run itself found it, whole
     notes: list[str] = field(default_factory=list)  # what is missing, in words
 
     @property
@@ -140,6 +141,7 @@ def _load_both(folder: Path) -> Run:
     parity = _json(folder / PARITY) if (folder / PARITY).is_file() else {}
     run.replay_equal = parity.get("replay_equal")
     run.void = void_reason(parity)
+    run.parity = read_whole(parity)
     return run
 
 

@@ -28,7 +28,9 @@ def run_report(run: Run) -> Report:
     """The report of one run, or of a prediction beside its run."""
     report = Report()
     if run.sim is not None and run.real is not None:
-        report.parity = compare_records(run.sim, run.real, replay_equal=run.replay_equal, void=run.void)
+        report.parity = run.parity or compare_records(
+            run.sim, run.real, replay_equal=run.replay_equal, void=run.void
+        )
     sentences = wording.summary(run, report.parity)
     warnings = wording.warnings(run, report.parity)
     policy = policy_name(run.main.result)

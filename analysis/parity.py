@@ -10,12 +10,34 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from .balancing import BALANCE_EVENTS
 from .record import LEDGER, Decision, LedgerRow, Record, write_text
 
 PARITY = "parity.json"
 PHASES = ("compute", "comm_exposed", "comm_total", "quantize", "idle")
 VOLUMES = ("payload_bytes", "wire_bytes", "inter_node_bytes", "intra_node_bytes", "collectives")
+TOLD_OTHERWISE = (
+    "the balancing policies were told different times and decided differently; ledgers of balanced runs are compared "
+    "only when the simulation is told the run's events, as target=both does"
+)
 COMPARED = tuple(f.name for f in fields(LedgerRow) if f.name != "count")
+
+_KEYS = (
+    "status",
+    "reasons",
+    "ledger_equal",
+    "ledger_rows",
+    "first_difference",
+    "replay_equal",
+    "num_decisions",
+    "decisions_equal",
+    "first_decision_difference",
+    "iteration_s_ratio",
+    "phases_s_ratio",
+    "comm_ratio",
+    "void",
+    "experiment_differences",
+)
 
 # Keys in which a prediction and its run may differ without being different experiments: the target itself,
 # how the run is started, and costs that a probe fills in for one side.
@@ -53,7 +75,9 @@ def compare_records(
 
     Returns:
         `status` is `failed` if either run failed, the ledgers differ or the replay did; `reasons` says which.
-        `ledger_equal` is None when a run that stopped early left no whole ledger to compare, or the file is gone.
+        `ledger_equal` is None when a run that stopped early left no whole ledger to compare, or the file is gone, or
+        the ledgers differ and balancing policies were told different times (`ledger_not_comparable` says so).
+        `decisions_equal` is by actions: events that carry measured times may differ.
         Ratios are predicted / measured, None where either side is missing or nothing was measured.
 
     Raises:
@@ -74,6 +98,9 @@ def compare_records(
     comparable = not reasons and not stopped
     same = told if told is not None else sim  # what must have done the same
     difference = first_difference(same, real) if comparable else None
+    told_otherwise = difference is not None and told is None and _balanced_otherwise(sim, real)
+    if told_otherwise:
+        difference = None
     if difference is not None:
         reasons.append(str(difference["message"]))
     if replay_equal is False:
@@ -83,7 +110,8 @@ def compare_records(
         "schema_version": 1,
         "status": "failed" if reasons else "ok",
         "reasons": reasons,
-        "ledger_equal": difference is None if comparable else None,
+        "ledger_equal": difference is None if comparable and not told_otherwise else None,
+        "ledger_not_comparable": TOLD_OTHERWISE if told_otherwise else None,
         "ledger_of": "prediction" if told is None else "a second simulation, told the run's balance events",
         "ledger_rows": {
             "sim": sum(row.count for row in same.ledger),
@@ -166,8 +194,8 @@ def first_difference(sim: Record, real: Record) -> dict[str, Any] | None:
 def first_decision_difference(sim: Record, real: Record) -> dict[str, Any] | None:
     """The first decision in which the two live runs differ, rank by rank.
 
-    Events that carry measured times may rightly differ; a rank that the simulation folded into another's
-    class has no decisions of its own and is left out.
+    Of a balancing policy's events, which carry measured times, only the kind counts; a rank that the simulation folded
+    into another's class has no decisions of its own and is left out.
     """
     ours, theirs = _by_rank(sim.decisions), _by_rank(real.decisions)
     folded = bool(ours) and any(row.count > 1 for row in sim.ledger)
@@ -176,7 +204,7 @@ def first_decision_difference(sim: Record, real: Record) -> dict[str, Any] | Non
         for index in range(max(len(left), len(right))):
             a = left[index] if index < len(left) else None
             b = right[index] if index < len(right) else None
-            if a != b:
+            if _as_decided(a) != _as_decided(b):
                 return {
                     "rank": rank,
                     "index": index,
@@ -254,6 +282,16 @@ def value_of(result: Mapping[str, Any], group: str, key: str) -> float | None:
     return float(found) if isinstance(found, int | float) else None
 
 
+def read_whole(parity: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What `compare_records` wrote, with the keys that it has now; None: it is not all there.
+
+    It cannot be made anew from a balanced run's folder: the simulation that was told the run's events is gone.
+    """
+    late: dict[str, Any] = {"ledger_not_comparable": None, "ledger_missing": [], "ledger_of": "prediction"}
+    found = late | dict(parity)
+    return found if all(key in found for key in _KEYS) else None
+
+
 def void_reason(parity: Mapping[str, Any]) -> str | None:
     """Why the times of a run mean nothing, from its parity.json; None where they do."""
     void = parity.get("void_reason") or parity.get("void")  # the reason may stand in `void` itself
@@ -307,6 +345,27 @@ def _by_rank(decisions: Sequence[Decision]) -> dict[int, list[Decision]]:
     for decision in decisions:
         ranks[decision.rank].append(decision)
     return ranks
+
+
+def _as_decided(decision: Decision | None) -> Decision | None:
+    """Without what a balancing policy's event says was measured."""
+    if decision is None or not decision.event.startswith(BALANCE_EVENTS):
+        return decision
+    return replace(decision, event=decision.event.partition("(")[0])
+
+
+def _balanced_otherwise(sim: Record, real: Record) -> bool:
+    """Whether balancing policies of the two runs were told different times and decided differently.
+
+    Where they decided alike ledgers must be equal, whatever the times.
+    """
+    ours, theirs = (
+        Record(record.result, ledger=record.ledger, decisions=decisions)
+        for record in (sim, real)
+        for decisions in [[each for each in record.decisions if each.event.startswith(BALANCE_EVENTS)]]
+    )
+    both = bool(ours.decisions and theirs.decisions)
+    return both and first_decision_difference(ours, theirs) is not None
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

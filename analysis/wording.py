@@ -71,6 +71,8 @@ def ledger_sentence(parity: Mapping[str, Any]) -> str:
     if missing:
         sides = {"sim": "simulation", "runtime": "real run"}
         return f"The ledgers were not compared: the {sides[missing[0]]} left no ledger.csv."
+    if parity.get("ledger_not_comparable"):
+        return f"The ledgers are not comparable: {parity['ledger_not_comparable']}."
     if parity["ledger_equal"] is None:
         return "The ledgers were not compared: a side did not run to its end."
     if parity["ledger_equal"]:
@@ -78,15 +80,22 @@ def ledger_sentence(parity: Mapping[str, Any]) -> str:
             return "Both ledgers are empty: nothing was communicated."
         return (
             f"The ledgers are equal: {rows['runtime']:,} collectives over all ranks, entry by entry, "
-            "in every column."
+            f"in every column{_of_told(parity)}."
         )
     found = parity["first_difference"]["message"]
     return f"The {found} ({rows['sim']:,} entries predicted, {rows['runtime']:,} executed)."
 
 
+def _of_told(parity: Mapping[str, Any]) -> str:
+    """Of which simulation the ledger is, where it is not the prediction's own."""
+    of = str(parity.get("ledger_of", "prediction"))
+    return "" if of == "prediction" else f" (the simulation's is of {of})"
+
+
 def replay_sentence(parity: Mapping[str, Any]) -> str:
     """Whether the policy answered alike."""
-    live = {True: "Both runs took the same decisions.", False: "The live runs took different decisions."}
+    runs = "runs, the simulation told what the real one measured," if _of_told(parity) else "live runs"
+    live = {True: "Both runs took the same decisions.", False: f"The {runs} took different decisions."}
     if not any(parity["num_decisions"].values()):
         return "No decisions were logged."
     replay = {

@@ -189,6 +189,7 @@ def _balance(reports: Sequence[RankReport]) -> dict[str, Any]:
                     {**period, "overhead_s": s} for period, s in zip(first.periods, took_s, strict=True)
                 ],
                 "overhead_s": sum(took_s),
+                "least_room_bytes": first.least_room_bytes,
             }
         )
     policy = next((report.balance.policy for report in reports if report.balance is not None), "")

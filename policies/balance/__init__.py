@@ -28,6 +28,7 @@ from .policy import (
     parse_balance_event,
 )
 from .shares import ReplicasMeasured, ShareBlocks, ShareSequences, StagesMeasured, replica_ns
+from .split import least_room_bytes
 from .work import BlockWork, Product, block_work, column_work
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "describe_balance_event",
     "is_balance_event",
     "kept_columns",
+    "least_room_bytes",
     "lend_plans",
     "moves",
     "parse_balance_event",

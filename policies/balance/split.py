@@ -130,7 +130,7 @@ def room_for_units(
 
     Both halves get the same share of a rank's units. What a rank has borrowed already it can hold.
     """
-    all_bytes = 2 * work.blocks * sum(work.units[half] * work.unit_bytes(half) for half in Half)
+    all_bytes = _all_units_bytes(work)
     return {
         half: tuple(
             max(has, max(0, free) * work.units[half] // max(1, all_bytes))
@@ -138,6 +138,15 @@ def room_for_units(
         )
         for half in Half
     }
+
+
+def least_room_bytes(work: BlockWork) -> int:
+    """Free memory from which on `room_for_units` has room for a unit of either half."""
+    return -(-_all_units_bytes(work) // max(1, *work.units.values()))
+
+
+def _all_units_bytes(work: BlockWork) -> int:
+    return 2 * work.blocks * sum(work.units[half] * work.unit_bytes(half) for half in Half)
 
 
 def lossless_ceiling(slowness: Sequence[float], work: BlockWork | None = None) -> float:

@@ -26,6 +26,7 @@ from ...policies.balance import (
     GroupMeasured,
     Half,
     describe_balance_actions,
+    least_room_bytes,
 )
 from ...policies.mesh import TENSOR
 from ..collectives import Collectives
@@ -49,6 +50,7 @@ class BalanceReport:
             what the policy predicts of it (None: it does not say).
         gather_s, decide_s: Of each period: until all had told their times, which is mostly a wait for the slowest; and
             what deciding took.
+        least_room_bytes: Free memory in which a rank of the group can borrow one unit.
     """
 
     ranks: tuple[int, ...]
@@ -56,6 +58,7 @@ class BalanceReport:
     periods: list[dict[str, Any]] = field(default_factory=list)
     gather_s: list[float] = field(default_factory=list)
     decide_s: list[float] = field(default_factory=list)
+    least_room_bytes: int = 0
 
 
 class Balancer:
@@ -85,7 +88,9 @@ class Balancer:
         self._group, self._ledger, self._collectives = groups[TENSOR], ledger, collectives
         self._first_step: int | None = None
         self._since = 0  # steps since the last measurement
-        self.report = BalanceReport(self._group.ranks, policy.name)
+        self.report = BalanceReport(
+            self._group.ranks, policy.name, least_room_bytes=least_room_bytes(self.assignment.work)
+        )
 
     @property
     def assignment(self) -> Assignment:

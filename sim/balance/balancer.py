@@ -21,6 +21,7 @@ from ...policies.balance import (
     MovementTimed,
     describe_balance_actions,
     describe_balance_event,
+    least_room_bytes,
 )
 from ...policies.mesh import TENSOR, Mesh
 from ..executor import Segment, Timing
@@ -243,5 +244,12 @@ class Balancer:
         """As `result["balance"]` has it."""
         return {
             "policy": self._groups[0].policy.name,
-            "groups": [{"ranks": list(group.ranks), "periods": group.periods} for group in self._groups],
+            "groups": [
+                {
+                    "ranks": list(group.ranks),
+                    "periods": group.periods,
+                    "least_room_bytes": least_room_bytes(self._work),
+                }
+                for group in self._groups
+            ],
         }

@@ -142,6 +142,55 @@ def test_live_decisions_are_compared_rank_by_rank(make_record: Make) -> None:
     assert compare_records(make_record(folded=True), make_record("runtime"))["decisions_equal"] is True
 
 
+def balanced(record: Record, *answers: tuple[str, str], wire_bytes: int) -> Record:
+    """With a balancing policy's events and answers, and a ledger that follows from them."""
+    record.decisions[:] = [Decision(0, 1, event, answer) for event, answer in answers]
+    record.ledger[0] = replace(record.ledger[0], wire_bytes=wire_bytes)
+    return record
+
+
+def test_decisions_are_compared_by_actions_where_events_hold_measured_times(make_record: Make) -> None:
+    ours, theirs = (f"GroupMeasured(step=2, ffn_ns={ns}/90)" for ns in (80, 81))
+    lends = "migrate 1 ffn from 1 to 0"
+    sim = balanced(make_record(), (ours, lends), wire_bytes=1)
+    parity = compare_records(sim, balanced(make_record("runtime"), (theirs, lends), wire_bytes=1))
+    assert (parity["decisions_equal"], parity["first_decision_difference"]) == (True, None)
+    changes = ("ChangesMeasured(step=2, changes=0.1/0.1)", lends)
+    parity = compare_records(sim, balanced(make_record("runtime"), changes, wire_bytes=1))
+    assert parity["decisions_equal"] is False  # another kind of event
+    parity = compare_records(sim, balanced(make_record("runtime"), (theirs, "keep"), wire_bytes=1))
+    assert parity["decisions_equal"] is False
+    assert parity["first_decision_difference"]["runtime"]["event"] == theirs  # shown whole
+
+
+def test_ledgers_of_policies_that_were_told_different_times_are_not_comparable(make_record: Make) -> None:
+    ours, theirs = (f"GroupMeasured(step=2, ffn_ns={ns}/90)" for ns in (80, 20))
+    sim = balanced(make_record(), (ours, "keep"), wire_bytes=1)
+    real = balanced(make_record("runtime"), (theirs, "migrate 1 ffn from 1 to 0"), wire_bytes=2)
+    parity = compare_records(sim, real)
+    assert (parity["status"], parity["reasons"], parity["ledger_equal"]) == ("ok", [], None)
+    assert parity["first_difference"] is None
+    assert parity["decisions_equal"] is False
+    assert ledger_sentence(parity) == (
+        "The ledgers are not comparable: the balancing policies were told different times and decided differently; "
+        "ledgers of balanced runs are compared only when the simulation is told the run's events, as target=both does."
+    )
+    # a simulation that was told the run's events must have done the same
+    told = balanced(make_record(), (theirs, "migrate 1 ffn from 1 to 0"), wire_bytes=3)
+    assert compare_records(sim, real, told=told)["ledger_equal"] is False
+    assert compare_records(sim, real, told=replace_wire(told, 2))["ledger_equal"] is True
+    # policies that decided alike, whatever they were told, must have the same ledger
+    alike = balanced(make_record(), (ours, "migrate 1 ffn from 1 to 0"), wire_bytes=1)
+    assert compare_records(alike, real)["status"] == "failed"
+    # and so must runs of which only one was balanced
+    assert compare_records(balanced(make_record(), wire_bytes=1), real)["status"] == "failed"
+
+
+def replace_wire(record: Record, wire_bytes: int) -> Record:
+    record.ledger[0] = replace(record.ledger[0], wire_bytes=wire_bytes)
+    return record
+
+
 def test_void_keeps_its_reason_and_the_file_is_json(make_record: Make, tmp_path: Path) -> None:
     parity = compare_records(make_record(), make_record("runtime"), void="load 3.2 on 2 cores")
     path = write_parity(tmp_path, parity)

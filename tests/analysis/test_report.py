@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from twinbed.analysis.load import Run, Sweep, load
-from twinbed.analysis.record import Record, write_record
+from twinbed.analysis.parity import compare_records, write_parity
+from twinbed.analysis.record import Decision, Record, write_record
 from twinbed.analysis.report import main, write_files
 
 Make = Callable[..., Record]
@@ -273,6 +274,48 @@ def test_compare_sets_an_earlier_prediction_against_a_later_run(
     # the wrong way round
     assert main(["--compare", str(tmp_path / "cluster" / "runtime"), str(tmp_path / "laptop")]) == 2
     assert "holds a run of target=runtime, expected target=sim" in capsys.readouterr().err
+
+
+def balanced_pair(make_record: Make) -> tuple[Record, Record]:
+    """A prediction and its run, whose balancing policies were told different times and decided differently."""
+    sim, real = make_record(), make_record("runtime", step_s=0.5)
+    sim.decisions[:] = [Decision(0, 1, "GroupMeasured(step=2, ffn_ns=80/90)", "keep")]
+    real.decisions[:] = [Decision(0, 1, "GroupMeasured(step=2, ffn_ns=20/90)", "migrate 1 ffn from 1 to 0")]
+    real.ledger.append(replace(real.ledger[0], stream="lend", op="scatter"))
+    return sim, real
+
+
+def test_the_report_of_a_balanced_run_says_what_its_parity_file_says(
+    tmp_path: Path, make_record: Make, both_folder: Callable[..., Path]
+) -> None:
+    sim, real = balanced_pair(make_record)
+    folder = both_folder(tmp_path, sim, real)
+    # as run.py: the second simulation, told the run's events, leaves no record
+    write_parity(folder, compare_records(sim, real, told=real, replay_equal=True))
+    page = report(folder)
+    assert (
+        "The ledgers are equal: 121 collectives over all ranks, entry by entry, in every column (the simulation's is of "
+        "a second simulation, told the run's balance events)." in page.text
+    )
+    assert "Both runs took the same decisions." in page.text
+    assert "differ" not in page.text
+    assert "0.800" in page.text
+    # a file that is not whole, as of an earlier version, leaves the records to be compared
+    (folder / "parity.json").write_text('{"ledger_equal": true, "replay_equal": true}')
+    assert "The ledgers are not comparable" in report(folder).text
+
+
+def test_compare_of_balanced_runs_says_that_they_are_not_comparable_and_does_not_fail(
+    tmp_path: Path, make_record: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for record in balanced_pair(make_record):
+        write_record(tmp_path / record.result["target"], record)
+    assert main(["--compare", str(tmp_path / "sim"), str(tmp_path / "runtime")]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "The ledgers are not comparable: the balancing policies were told different times" in out
+    assert "only when the simulation is told the run's events" in out
+    parity = json.loads((tmp_path / "runtime" / "compare" / "parity.json").read_text())
+    assert (parity["status"], parity["ledger_equal"]) == ("ok", None)
 
 
 def test_output_goes_elsewhere_on_request(both: Path, tmp_path: Path) -> None:

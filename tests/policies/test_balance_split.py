@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinbed.policies.balance import Half
-from twinbed.policies.balance.split import lend, lossless_ceiling, room_for_units, split_units
+from twinbed.policies.balance.split import (
+    least_room_bytes,
+    lend,
+    lossless_ceiling,
+    room_for_units,
+    split_units,
+)
 
 from .balance_group import work_of
 
@@ -160,6 +166,10 @@ def test_memory_bounds_what_is_borrowed() -> None:
         0,
         0,
     )
+    least = least_room_bytes(work)
+    rooms = room_for_units(work, (least, least - 1, 0, 0), none).values()
+    assert max(room[0] for room in rooms) == 1
+    assert max(room[1] for room in rooms) == 0
     has = dict.fromkeys(Half, (0, 7, 0, 0))  # that it holds now can stay
     assert room_for_units(work, (0, 0, 0, 0), has)[Half.ffn] == (0, 7, 0, 0)
 
