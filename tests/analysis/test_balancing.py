@@ -53,8 +53,8 @@ def test_what_each_rank_does_is_told() -> None:
     actions = "prune rank 1 by 0.25, prune rank 1 by 0.5 in block.0.fc1, migrate 1 attention from 3 to 0, "
     actions += "migrate 40 ffn from 3 to 0, migrate 2 ffn from 3 to 1"
     assert told("semi", [("MovementTimed(half=ffn)", "keep"), ("GroupMeasured(step=2)", actions)]) == (
-        "balance=semi: 1 change; at the end rank 1 leaves 0.25 to 0.5 of its columns out; rank 3 lends 1 key head and 42 "
-        "hidden features"
+        "balance=semi: 1 change; at the end rank 1 leaves 0.25 to 0.5 of its columns out; rank 3 lends 1 key head and "
+        "42 hidden features"
     )
     assert "rank 1 lends 3 ffn units (columns of every matrix)" in told(
         "migrate", [("GroupMeasured(step=2)", LENDS)], way="scatter"
@@ -156,8 +156,8 @@ def test_replicas_and_stages_that_stay_slow_are_told() -> None:
     record = record_of("batch", [((), [(event, "keep")])])
     record.result.pop("balance")
     assert balance_sentences(record) == [
-        "balance=batch: nothing was changed, although replica 0 took 3.00 times the median of all in the last period: no "
-        "other replica has memory for a sequence more"
+        "balance=batch: nothing was changed, although replica 0 took 3.00 times the median of all in the last period: "
+        "no other replica has memory for a sequence more"
     ]
     record.decisions[:] = [
         Decision(0, 0, "StagesMeasured(block_ns=10/30/10, ends_ns=0/0)", "share blocks 1/1/1")

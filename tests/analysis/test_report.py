@@ -294,8 +294,8 @@ def test_the_report_of_a_balanced_run_says_what_its_parity_file_says(
     write_parity(folder, compare_records(sim, real, told=real, replay_equal=True))
     page = report(folder)
     assert (
-        "The ledgers are equal: 121 collectives over all ranks, entry by entry, in every column (the simulation's is of "
-        "a second simulation, told the run's balance events)." in page.text
+        "The ledgers are equal: 121 collectives over all ranks, entry by entry, in every column (the simulation's is "
+        "of a second simulation, told the run's balance events)." in page.text
     )
     assert "Both runs took the same decisions." in page.text
     assert "differ" not in page.text

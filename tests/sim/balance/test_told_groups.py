@@ -6,7 +6,6 @@ import pytest
 
 from twinbed.analysis.balancing import balance_sentences
 from twinbed.conf.compose import compose
-from twinbed.run import balance_maker
 from twinbed.sim.simulate import simulate
 
 CASE = (
@@ -25,8 +24,7 @@ CASE = (
 def told(*overrides: str) -> Sequence[str]:
     composed = compose((*CASE, *overrides))
     composed.experiment.cluster.guesses = {}
-    record = simulate(composed.experiment, spec=composed.spec, make_balance=balance_maker(composed))
-    return balance_sentences(record)
+    return balance_sentences(simulate(composed.experiment, spec=composed.spec))
 
 
 def test_the_group_that_lends_is_told_though_it_is_not_the_first() -> None:
