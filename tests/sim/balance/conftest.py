@@ -1,7 +1,11 @@
 """Small experiments whose tensor groups are balanced by scripted policies."""
 
+import importlib.util
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -172,3 +176,16 @@ def scripted() -> Callable[..., tuple[list[Scripted], Callable[[BlockWork], Scri
         return made, make_policy
 
     return factory
+
+
+@pytest.fixture(scope="session")
+def decision_map() -> ModuleType:
+    """benchmarks/balance_map.py."""
+    path = Path(__file__).resolve().parents[3] / "benchmarks" / "balance_map.py"
+    spec = importlib.util.spec_from_file_location("benchmark_balance_map", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

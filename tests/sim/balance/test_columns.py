@@ -1,11 +1,7 @@
 """Ways by columns: what the pretest tells, whether predictions hold, and that nothing is lent where it does not pay."""
 
-import importlib.util
 import itertools
-import sys
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -27,22 +23,10 @@ from twinbed.policies.balance import (
 )
 from twinbed.sim.simulate import simulate
 
-BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "balance_map.py"
 WAYS = (Way.scatter, Way.broadcast)
 # chi, stragglers, links
 GRID = tuple(itertools.product((2, 8), (1, 3), ("nvlink", "pcie", "slow")))
 SLOWER = 0.97  # of doing nothing, that steps must at the least be
-
-
-@pytest.fixture(scope="module")
-def decision_map() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_balance_map_of_columns", BENCHMARK)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def setting(decision_map, at, budget=0.0, way=Way.scatter):

@@ -1,13 +1,6 @@
 """SEMI among its rivals: settings of the decision map (benchmarks/balance_map.py), with two blocks each."""
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
-
-BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "balance_map.py"
 
 # chi, stragglers, links, budget: what SEMI does there
 SETTINGS = {
@@ -18,17 +11,6 @@ SETTINGS = {
     (2, 1, "slow", 0.0): "none",
     (4, 1, "slow", 2.0): "prune",
 }
-
-
-@pytest.fixture(scope="module")
-def decision_map() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_balance_map", BENCHMARK)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
