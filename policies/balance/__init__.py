@@ -21,16 +21,19 @@ from .policy import (
     Leg,
     Migrate,
     MovementTimed,
+    ProductsTimed,
     Prune,
     describe_balance_actions,
     describe_balance_event,
     is_balance_event,
     parse_balance_event,
 )
+from .product_cost import KEPT, sizes_of
 from .shares import ReplicasMeasured, ShareBlocks, ShareSequences, StagesMeasured, replica_ns
 from .work import BlockWork, Product, block_work, column_work
 
 __all__ = [
+    "KEPT",
     "LEND_STREAM",
     "MEASURE_STREAM",
     "RETURN_STREAM",
@@ -47,6 +50,7 @@ __all__ = [
     "Migrate",
     "MovementTimed",
     "Product",
+    "ProductsTimed",
     "Prune",
     "ReplicasMeasured",
     "ShareBlocks",
@@ -66,4 +70,5 @@ __all__ = [
     "pretest_moves",
     "replica_ns",
     "return_plans",
+    "sizes_of",
 ]

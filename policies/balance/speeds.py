@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from .assignment import Assignment, kept_columns
 from .policy import GroupMeasured, Half
+from .product_cost import Products, product_cost
 from .work import BlockWork, Product
 
 HALVES = tuple(Half)
@@ -78,7 +79,7 @@ class Done:
     """What ranks did when they were measured.
 
     Args:
-        share: [halves, ranks], of the work of a rank's own units, nothing pruned.
+        share: [halves, ranks], of what a rank's own units take, nothing pruned; with what pruning is known to add.
         kept: [halves, ranks], of the columns; 1: nothing was pruned.
     """
 
@@ -105,8 +106,10 @@ class SpeedTracker:
     fastest alone is the lowest of several noisy numbers; so the mean of all that cannot be told from it stands for it.
     """
 
-    def __init__(self, work: BlockWork, slack: float) -> None:
+    def __init__(self, work: BlockWork, slack: float, products: Products | None = None) -> None:
+        """`products`: what they take by their size; looked at when a measurement is taken in."""
         self._work = work
+        self._products: Products = {} if products is None else products
         flop = [work.units[half] * work.unit_flop[half] for half in HALVES]
         self._weights = np.array(flop) / sum(flop)  # [halves]
         self._slack = math.log1p(slack)
@@ -160,12 +163,19 @@ class SpeedTracker:
                     f"{half.value}_ns of step {event.step} has {len(times)} times: must have {work.ranks}, one "
                     "for each rank"
                 )
+        products = {half: product_cost(self._products, work, half) for half in HALVES}
         computed = np.array(
-            [[assignment.computed(half, rank) / work.units[half] for rank in ranks] for half in HALVES]
+            [
+                [products[half].effort(assignment.computed(half, rank)) / work.units[half] for rank in ranks]
+                for half in HALVES
+            ]
         )
         kept = np.array([[kept_share(assignment, half, rank) for rank in ranks] for half in HALVES])
         kept = np.where(computed > 0, kept, 1.0)
-        done = Done(computed * kept, kept)
+        pruning = np.array(
+            [[products[half].pruning(share) for share in kept[i]] for i, half in enumerate(HALVES)]
+        )
+        done = Done(computed * kept + pruning, kept)
         units = np.array([[work.units[half]] for half in HALVES])
         times_ns = np.maximum(np.array([event.time_ns(half) for half in HALVES], dtype=np.float64), 1.0)
         return self._filled(np.log(times_ns / units) - done.log_work(self._overhead)), done
