@@ -16,6 +16,7 @@ from .work import BlockWork
 SIZES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0, 5 / 4, 3 / 2)  # of a rank's own units, that are timed
 KEPT = (0.25, 0.5, 0.75)  # shares of columns
 LEAST_SLOPE = 0.1  # of a rank's time at even work that a unit more adds, by the time of a unit then
+LEAST_LEFT = 0.5  # of the time with the fewest columns, that is left without any
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,12 @@ class ProductCost:
         """What a rank that keeps a share of its columns takes beyond it, by the time of its own units unpruned."""
         if kept >= 1 or not self.kept:
             return 0.0
-        whole = (*self.kept, 1.0), (*self.left, 1.0)
-        left = self.left[0] if kept < self.kept[0] else _between(*whole, kept)
-        return max(0.0, left - kept)
+        at, left = (0.0, *self.kept), (self.left[0] * LEAST_LEFT, *self.left)
+        if kept <= self.kept[-1]:
+            return max(0.0, _between(at, left, kept) - kept)
+        # not to the time of whole products: columns are gathered and scattered however many are left
+        slope = (left[-1] - left[-2]) / (at[-1] - at[-2])
+        return max(0.0, left[-1] + slope * (kept - at[-1]) - kept)
 
 
 Products = Mapping[Half, ProductCost]  # what is not in it is proportional
