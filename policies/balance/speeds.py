@@ -37,6 +37,7 @@ SETTLED_DEVIATIONS = 1.5  # beyond which a second measurement after a change rep
 # own units, be they lent or not, for its input has the same size. A guess (a simulated V100 takes 0.034), and how far
 # off it may be, until ranks that begin to prune show it.
 OVERHEAD, OVERHEAD_DOUBT = 0.04, 0.1
+TIMED_DOUBT = 0.02  # of what was timed before the first step (`ProductsTimed`), which is then taken off by itself
 LIKELY_OVERHEAD = 0.3  # what is above it is rather a change of speed
 # By so much more noise a rank tells of it whose last measurement may hold steps from before a change: at the start, and
 # later, when it nearly always does.
@@ -56,7 +57,8 @@ class Speeds:
         unit_ns: [ranks] for each half: what a unit of all blocks takes in one step, nothing pruned. Ranks that are no
             stragglers have the same.
         stragglers: Ascending.
-        overhead: What a rank that prunes takes beyond its share of columns, by the time of its own units unpruned.
+        overhead: What a rank that prunes takes beyond its share of columns, by the time of its own units unpruned;
+            without what `ProductCost.pruning` has of it.
         error: Standard error of the ratio of a straggler's time to that of the others; the largest.
         fresh: Whether of some rank nothing but the last measurement is known: its speed has just changed.
     """
@@ -133,8 +135,9 @@ class SpeedTracker:
             ValueError: If it is not of as many ranks as the group has.
         """
         ranks = range(self._work.ranks)
+        if not self._rows and self._pruning_timed:
+            self._overhead = 0.0
         self._take(*self._measured(event, assignment))
-        ranks = range(self._work.ranks)
         mean, counts = _mean(self._rows), _counts(self._rows)
         errors = [self._noise / math.sqrt(count) for count in counts]
         group = self._fast(self._pooled(mean), errors, counts)
@@ -194,6 +197,10 @@ class SpeedTracker:
         return filled
 
     # ---- what is averaged
+
+    @property
+    def _pruning_timed(self) -> bool:
+        return any(product.kept for product in self._products.values())
 
     @property
     def _noise(self) -> float:
@@ -279,7 +286,7 @@ class SpeedTracker:
             mean[:, rank] = np.mean([self._rows[place][:, rank] for place in alike], axis=0)
         unlike = self._pooled(logs - mean)
         common = median([by for rank, by in enumerate(unlike) if rank not in before] or unlike)
-        precision = OVERHEAD_DOUBT**-2
+        precision = (TIMED_DOUBT if self._pruning_timed else OVERHEAD_DOUBT) ** -2
         total = self._overhead * precision
         doubts = UNSETTLED_DEVIATIONS[len(self._rows) > 1]
         for rank, (at, alike) in before.items():

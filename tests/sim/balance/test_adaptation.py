@@ -121,7 +121,7 @@ def test_it_is_balanced_again_within_two_periods(
     assert none_s > 2.5 * best_s[None]
     for first, end, rank in phases:
         again = first + 2 * PERIOD if first else 0
-        near = NEAR_SLACK if when == "second" and name != "migrate" else NEAR
+        near = NEAR_SLACK if when == "second" else NEAR
         late = {
             step: steps_s[step] for step in range(again, end) if steps_s[step] > (1 + near) * best_s[rank]
         }
