@@ -175,7 +175,8 @@ def _without_effect(experiment: ExperimentConf) -> list[str]:
             ),
             conf.prunes,
         ),
-        **dict.fromkeys(("way", "pretest"), conf.moves),
+        "way": conf.moves,
+        "pretest": conf.of_tensor_ranks,
     }
     without = []
     for field in fields(conf):

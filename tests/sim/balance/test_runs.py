@@ -28,6 +28,7 @@ from twinbed.policies.balance import (
     Half,
     Migrate,
     MovementTimed,
+    ProductsTimed,
     Prune,
     describe_balance_actions,
     parse_balance_event,
