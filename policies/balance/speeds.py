@@ -32,6 +32,9 @@ CHANGES = ((1, 5.5), (2, 3.0), (4, 3.0))
 ENTER_DEVIATIONS = (3.0, 2.5)
 LOWEST_DEVIATIONS = 4.0  # the same against one rank alone, which is the lowest of several noisy numbers
 LEAVE_DEVIATIONS = 1.5  # beyond half of the slack, for a straggler to stay one
+# A straggler that has just become faster is let go if it seems no slower than so many times the slack: what it would take
+# of even work is known from sizes that were timed, and not to less. One period of even work tells; it is asked once.
+LET_GO = 2.0
 SETTLED_DEVIATIONS = 1.5  # beyond which a second measurement after a change replaces the first
 # What a rank that prunes takes beyond its share of columns, which are gathered and scattered: of the time of all of its
 # own units, be they lent or not, for its input has the same size. A guess (a simulated V100 takes 0.034), and how far
@@ -122,6 +125,7 @@ class SpeedTracker:
         self._unsettled: frozenset[int] = (
             frozenset()
         )  # whose last measurement may hold steps from before a change
+        self._faster: frozenset[int] = frozenset()  # since the last measurement
         self._stragglers: frozenset[int] = frozenset()
         self._squares, self._weight = PRIOR_WEIGHT * PRIOR_NOISE**2, PRIOR_WEIGHT
 
@@ -229,6 +233,7 @@ class SpeedTracker:
         for rank in self._unsettled - changed.keys():
             if abs(unlike[rank]) > SETTLED_DEVIATIONS * math.sqrt(2) * noise:
                 changed[rank] = 1
+        self._faster = frozenset(rank for rank in changed if unlike[rank] < 0)
         unsettled = {rank for rank, last in changed.items() if last == 1 and rank not in self._unsettled}
         self._rows = _without(rows, changed)[-WINDOW:]
         self._done = [*self._done, done][-WINDOW:]
@@ -358,6 +363,8 @@ class SpeedTracker:
             error = math.hypot(errors[rank], of_group)
             if rank in self._stragglers:
                 bound = self._slack / 2 + LEAVE_DEVIATIONS * error
+                if rank in self._faster:
+                    bound = max(bound, LET_GO * self._slack)
             else:
                 deviations = ENTER_DEVIATIONS[counts[rank] > 1]
                 if len(group) == 1 and len(order) > 2:

@@ -39,9 +39,9 @@ NEAR = 0.05  # of the best time of a step
 # force stays until a change promises more than the slack
 NEAR_SLACK = 0.15
 NOISE, PERIODS, SEEDS = 0.1, 100, 12
-# Changes after the first balance. Of what one noisy measurement made of pruning much is known to be too much, or too
-# little, when many more are there; units that are lent are coarser
-MOST_CHANGES = {"migrate": 0, "semi": 1, "resize": 1}
+# Changes after the first balance, in all periods. Of what one noisy measurement made of pruning much is known to be too
+# much, or too little, when more are there; units that are lent are coarser
+MOST_CHANGES = {"migrate": 0, "semi": 2, "resize": 1}
 
 Build = Callable[[BlockWork], BalancePolicy]
 
