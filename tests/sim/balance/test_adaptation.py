@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from twinbed.conf.compose import compose
 from twinbed.conf.model_spec import ModelSpec
 from twinbed.conf.schema import Backend, DeviceConf, ExperimentConf, IntraNodeConf, SlowdownBy
 from twinbed.policies.balance import (
@@ -131,6 +132,39 @@ def test_it_is_balanced_again_within_two_periods(
             assert ended == ["nothing"]
         else:
             assert all(f"from {rank} " in action or f"rank {rank} " in action for action in ended), ended
+
+
+# (model, tensor ranks, the most of a step with nothing done that one with a straggler takes): the head and what is no
+# product stay slow. Of GPT-2's short products gathering columns takes longer than leaving them out saves
+IN_WAVES = (
+    (("model=llama2_13b", "model.layers=2"), 8, 0.85),
+    (("model=gpt2_small", "model.layers=2"), 4, 1.01),
+)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(("model", "ranks", "most"), IN_WAVES, ids=["llama2_13b", "gpt2_small"])
+def test_a_straggler_that_leaves_is_let_go_where_kernels_run_in_waves(
+    model: Sequence[str], ranks: int, most: float, name: str
+) -> None:
+    """Of a tensor core's products, half of the units take much more than half of the time: so little that a rank with
+    few of them seems slow, if it is not known.
+    """
+    first, end, steps = PERIOD, 5 * PERIOD, 8 * PERIOD
+    made = compose(
+        [
+            *("target=sim", "cluster=dgx_a100", "cluster.nodes=1", f"cluster.devices_per_node={ranks}"),
+            *(*model, "comm=ddp", "precision=bf16", f"parallel.tensor={ranks}"),
+            f"cluster.slowdown=[{{rank: 0, factor: {CHI}, from_step: {first}, until_step: {end}}}]",
+            *(f"balance={name}", f"balance.period={PERIOD}", f"steps={steps}"),
+        ]
+    )
+    steps_s, in_force = run(made.experiment, made.spec)
+    even_s = min(steps_s[:first])
+    balanced_s = steps_s[first + PERIOD + 1 : end - 1]
+    assert max(balanced_s) < most * steps_s[first + 1]
+    assert in_force[end // PERIOD + 1 :] == ["nothing"] * (steps // PERIOD - end // PERIOD - 1)
+    assert max(steps_s[end + 2 * PERIOD :]) < 1.01 * even_s
 
 
 @pytest.mark.parametrize("name", POLICIES)
