@@ -38,7 +38,6 @@ def resize_ratios(
     goal_ns = min(times) if conf.goal is Goal.fastest else sum(times) / len(times)
     found = budget.to_level({rank: times[rank] for rank in speeds.stragglers}, goal_ns)
 
-
     def beside(rank: int, ratio: float) -> float:
         """Of a rank's time at even work."""
         pruning_ns = sum(

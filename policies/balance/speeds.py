@@ -40,7 +40,9 @@ SETTLED_DEVIATIONS = 1.5  # beyond which a second measurement after a change rep
 # own units, be they lent or not, for its input has the same size. A guess (a simulated V100 takes 0.034), and how far
 # off it may be, until ranks that begin to prune show it.
 OVERHEAD, OVERHEAD_DOUBT = 0.04, 0.1
-TIMED_DOUBT = 0.02  # of what was timed before the first step (`ProductsTimed`), which is then taken off by itself
+TIMED_DOUBT = (
+    0.02  # of what was timed before the first step (`ProductsTimed`), which is then taken off by itself
+)
 LIKELY_OVERHEAD = 0.3  # what is above it is rather a change of speed
 # By so much more noise a rank tells of it whose last measurement may hold steps from before a change: at the start, and
 # later, when it nearly always does.

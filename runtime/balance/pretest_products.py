@@ -55,9 +55,7 @@ def _half_ns(
 ) -> int:
     """Of both products, forward and backward, as the stopwatch of training takes it; with a share of their columns."""
     assert rate.stopwatch is not None, "products that are balanced are timed"
-    operands = [
-        _operands(balanced, product, units, device) for product in Product if product.half is half
-    ]
+    operands = [_operands(balanced, product, units, device) for product in Product if product.half is half]
     times = []
     for _ in range(1 + REPEATS):
         rate.stopwatch.read()

@@ -81,9 +81,7 @@ def products_timed(
             ratios = (left_out,) * len(PRODUCTS)
             share = Share(counts[Half.attention], counts[Half.ffn], ratios)
             of_rank = RankWork((share,) * work.blocks)
-            programs = {
-                rank: _products_alone(write(rank, of_rank), half) for rank in range(mesh.num_ranks)
-            }
+            programs = {rank: _products_alone(write(rank, of_rank), half) for rank in range(mesh.num_ranks)}
             return timed(Segment(0, False, programs))
 
         whole = [times(units, 0.0) for units in sizes]
