@@ -32,8 +32,8 @@ CHANGES = ((1, 5.5), (2, 3.0), (4, 3.0))
 ENTER_DEVIATIONS = (3.0, 2.5)
 LOWEST_DEVIATIONS = 4.0  # the same against one rank alone, which is the lowest of several noisy numbers
 LEAVE_DEVIATIONS = 1.5  # beyond half of the slack, for a straggler to stay one
-# A straggler that has just become faster is let go if it seems no slower than so many times the slack: what it would take
-# of even work is known from sizes that were timed, and not to less. One period of even work tells; it is asked once.
+# A straggler that has just become faster is let go if it seems slower by no more than so many times the slack: what it
+# would take of even work is known from a few timed sizes, no better. One period of even work tells.
 LET_GO = 2.0
 SETTLED_DEVIATIONS = 1.5  # beyond which a second measurement after a change replaces the first
 # What a rank that prunes takes beyond its share of columns, which are gathered and scattered: of the time of all of its
