@@ -65,9 +65,9 @@ def half_times(
     return HalfTimes(alone / parts, with_borrowed / parts, cost.one_way_ns(lending))
 
 
-def beside_pruned(work: BlockWork, half: Half, kept: float, overhead: float) -> float:
+def beside_pruned(product: ProductCost, kept: float, overhead: float) -> float:
     """What a rank that keeps a share of its columns does beside its units, in the time of so many of them, pruned."""
-    return overhead * work.units[half] / kept if kept < 1 else 0.0
+    return overhead * product.own / product.left_of(kept) if kept < 1 else 0.0
 
 
 def all_reduce_ns(work: BlockWork, movement: Movement) -> float:
@@ -162,10 +162,13 @@ def predicted_ns(
             times[half] = half_times(
                 work,
                 half,
-                [time_ns * share for time_ns, share in zip(unit_ns[half], kept, strict=True)],
+                [
+                    time_ns * product.left_of(share)
+                    for time_ns, share in zip(unit_ns[half], kept, strict=True)
+                ],
                 lending[half],
                 movement.get(half, MovementCost()),
-                [beside_pruned(work, half, share, overhead + product.pruning(share)) for share in kept],
+                [beside_pruned(product, share, overhead) for share in kept],
                 product,
             )
         total += block_ns(times[Half.attention], times[Half.ffn], ahead=work.ahead, reduce_ns=reduce_ns)

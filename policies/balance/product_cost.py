@@ -73,6 +73,10 @@ class ProductCost:
         slope = (left[-1] - left[-2]) / (at[-1] - at[-2])
         return max(0.0, left[-1] + slope * (kept - at[-1]) - kept)
 
+    def left_of(self, kept: float) -> float:
+        """Of the time of whole products, what those with a share of their columns take."""
+        return kept + self.pruning(kept)
+
 
 Products = Mapping[Half, ProductCost]  # what is not in it is proportional
 

@@ -98,9 +98,12 @@ class Search:
     ) -> list[tuple[Lending, HalfTimes, int]]:
         work, cost = self._work, self._movement.get(half, MovementCost())
         kept = [1 - ratios.get(rank, 0.0) for rank in range(work.ranks)]
-        unit_ns = [time_ns * share for time_ns, share in zip(self._speeds.unit_ns[half], kept, strict=True)]
         product, overhead = product_cost(self._products, work, half), self._speeds.overhead
-        beside = [beside_pruned(work, half, share, overhead + product.pruning(share)) for share in kept]
+        unit_ns = [
+            time_ns * product.left_of(share)
+            for time_ns, share in zip(self._speeds.unit_ns[half], kept, strict=True)
+        ]
+        beside = [beside_pruned(product, share, overhead) for share in kept]
         # a rank that computed nothing at all would never be seen to recover
         at_least = max(int(half is Half.ffn), work.least_kept)
         room = self._room[half]

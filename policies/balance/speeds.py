@@ -146,7 +146,7 @@ class SpeedTracker:
         self._take(*self._measured(event, assignment))
         mean, counts = _mean(self._rows), _counts(self._rows)
         errors = [self._noise / math.sqrt(count) for count in counts]
-        group = self._fast(self._pooled(mean), errors, counts)
+        group = self._fast(self._believed(self._pooled(mean)), errors, counts)
         self._stragglers = frozenset(ranks) - frozenset(group)
         times = np.exp(mean + self._common)
         # taken for equal: each of their measurements counts alike
@@ -181,10 +181,10 @@ class SpeedTracker:
         )
         kept = np.array([[kept_share(assignment, half, rank) for rank in ranks] for half in HALVES])
         kept = np.where(computed > 0, kept, 1.0)
-        pruning = np.array(
-            [[products[half].pruning(share) for share in kept[i]] for i, half in enumerate(HALVES)]
+        left = np.array(
+            [[products[half].left_of(share) for share in kept[i]] for i, half in enumerate(HALVES)]
         )
-        done = Done(computed * kept + pruning, kept)
+        done = Done(computed * left, kept)
         units = np.array([[work.units[half]] for half in HALVES])
         times_ns = np.maximum(np.array([event.time_ns(half) for half in HALVES], dtype=np.float64), 1.0)
         return self._filled(np.log(times_ns / units) - done.log_work(self._overhead)), done
@@ -354,6 +354,14 @@ class SpeedTracker:
         self._weight = FORGET * self._weight + len(counts)
 
     # ---- who is slow
+
+    def _believed(self, pooled: Sequence[float]) -> list[float]:
+        """The same, where a straggler that has just become faster is no faster than the others: it rather did little,
+        which takes less than was thought, than that all others have become slow.
+        """
+        others = [by for rank, by in enumerate(pooled) if rank not in self._stragglers]
+        doubted = self._stragglers & self._faster if others else frozenset()
+        return [max(by, min(others)) if rank in doubted else by for rank, by in enumerate(pooled)]
 
     def _fast(self, pooled: Sequence[float], errors: Sequence[float], counts: Sequence[int]) -> list[int]:
         """Ranks that are as fast as the fastest, ascending."""
