@@ -40,9 +40,7 @@ SETTLED_DEVIATIONS = 1.5  # beyond which a second measurement after a change rep
 # own units, be they lent or not, for its input has the same size. A guess (a simulated V100 takes 0.034), and how far
 # off it may be, until ranks that begin to prune show it.
 OVERHEAD, OVERHEAD_DOUBT = 0.04, 0.1
-TIMED_DOUBT = (
-    0.02  # of what was timed before the first step (`ProductsTimed`), which is then taken off by itself
-)
+TIMED_DOUBT = 0.02  # where pruning was timed before the first step, and what it took is taken off already
 LIKELY_OVERHEAD = 0.3  # what is above it is rather a change of speed
 # By so much more noise a rank tells of it whose last measurement may hold steps from before a change: at the start, and
 # later, when it nearly always does.
@@ -127,7 +125,7 @@ class SpeedTracker:
         self._unsettled: frozenset[int] = (
             frozenset()
         )  # whose last measurement may hold steps from before a change
-        self._faster: frozenset[int] = frozenset()  # since the last measurement
+        self._faster: frozenset[int] = frozenset()  # at the last measurement
         self._stragglers: frozenset[int] = frozenset()
         self._squares, self._weight = PRIOR_WEIGHT * PRIOR_NOISE**2, PRIOR_WEIGHT
 
@@ -235,7 +233,8 @@ class SpeedTracker:
         for rank in self._unsettled - changed.keys():
             if abs(unlike[rank]) > SETTLED_DEVIATIONS * math.sqrt(2) * noise:
                 changed[rank] = 1
-        self._faster = frozenset(rank for rank in changed if unlike[rank] < 0)
+        # where nothing was timed, times are taken to be in proportion, and for exact
+        self._faster = frozenset(rank for rank in changed if unlike[rank] < 0 and self._products)
         unsettled = {rank for rank, last in changed.items() if last == 1 and rank not in self._unsettled}
         self._rows = _without(rows, changed)[-WINDOW:]
         self._done = [*self._done, done][-WINDOW:]
