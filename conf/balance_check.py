@@ -175,7 +175,8 @@ def _without_effect(experiment: ExperimentConf) -> list[str]:
             conf.prunes,
         ),
         "loss_points": conf.prunes and conf.accuracy_budget is not None,
-        **dict.fromkeys(("way", "pretest"), conf.moves),
+        "way": conf.moves,
+        "pretest": conf.of_tensor_ranks,
     }
     without = []
     for field in fields(conf):

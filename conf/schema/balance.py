@@ -82,7 +82,8 @@ class BalanceConf:
     # rank has fewer of the columns; benchmarks/balance_accuracy.py measures it
     loss_points: Any = None
     way: Way = Way.paired  # migrate, semi
-    # migrate, semi: two timed movements of each kind before the first step; without, movement counts as free
+    # resize, migrate, semi: before the first step a few movements and products are timed; without, movement counts as
+    # free, and products take as long as they have units and columns
     pretest: bool = True
 
     def __post_init__(self) -> None:

@@ -21,17 +21,20 @@ from .policy import (
     Leg,
     Migrate,
     MovementTimed,
+    ProductsTimed,
     Prune,
     describe_balance_actions,
     describe_balance_event,
     is_balance_event,
     parse_balance_event,
 )
+from .product_cost import KEPT, sizes_of
 from .shares import ReplicasMeasured, ShareBlocks, ShareSequences, StagesMeasured, replica_ns
 from .split import least_room_bytes
 from .work import BlockWork, Product, block_work, column_work
 
 __all__ = [
+    "KEPT",
     "LEND_STREAM",
     "MEASURE_STREAM",
     "RETURN_STREAM",
@@ -48,6 +51,7 @@ __all__ = [
     "Migrate",
     "MovementTimed",
     "Product",
+    "ProductsTimed",
     "Prune",
     "ReplicasMeasured",
     "ShareBlocks",
@@ -68,4 +72,5 @@ __all__ = [
     "pretest_moves",
     "replica_ns",
     "return_plans",
+    "sizes_of",
 ]

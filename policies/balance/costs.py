@@ -7,6 +7,7 @@ from .assignment import Assignment
 from .column_costs import column_half_ns
 from .movement_cost import ColumnsCost, MovementCost
 from .policy import Half
+from .product_cost import ProductCost, Products, product_cost
 from .speeds import kept_shares
 from .split import Lending
 from .work import BACKWARD, FORWARD, BlockWork
@@ -44,11 +45,13 @@ def half_times(
     lending: Lending,
     cost: MovementCost | ColumnsCost,
     beside: Sequence[float],
+    product: ProductCost,
 ) -> HalfTimes:
     """Of ranks that take `unit_ns` for a unit of all blocks in a step, with what they prune taken off.
 
     Args:
         beside: [ranks], what else a rank does, in the time of so many units.
+        product: What units take by their number; not asked for by columns.
     """
     if isinstance(cost, ColumnsCost):
         return HalfTimes(column_half_ns(work, half, unit_ns, lending, cost, beside), 0.0, 0.0)
@@ -56,15 +59,15 @@ def half_times(
     alone = with_borrowed = 0.0
     for time_ns, lent, borrowed, more in zip(unit_ns, lending.lent, lending.borrowed, beside, strict=True):
         if borrowed:
-            with_borrowed = max(with_borrowed, time_ns * (own + borrowed + more))
+            with_borrowed = max(with_borrowed, time_ns * (product.effort(own + borrowed) + more))
         else:
-            alone = max(alone, time_ns * (own - lent + more))
+            alone = max(alone, time_ns * (product.effort(own - lent) + more))
     return HalfTimes(alone / parts, with_borrowed / parts, cost.one_way_ns(lending))
 
 
-def beside_pruned(work: BlockWork, half: Half, kept: float, overhead: float) -> float:
+def beside_pruned(product: ProductCost, kept: float, overhead: float) -> float:
     """What a rank that keeps a share of its columns does beside its units, in the time of so many of them, pruned."""
-    return overhead * work.units[half] / kept if kept < 1 else 0.0
+    return overhead * product.own / product.left_of(kept) if kept < 1 else 0.0
 
 
 def all_reduce_ns(work: BlockWork, movement: Movement) -> float:
@@ -136,6 +139,7 @@ def predicted_ns(
     unit_ns: Mapping[Half, Sequence[float]],
     movement: Movement,
     overhead: float = 0.0,
+    products: Products | None = None,
 ) -> float:
     """Of the products of all blocks of a stage in one step, with what movement adds.
 
@@ -153,14 +157,19 @@ def predicted_ns(
     for block in range(unlike):
         times = {}
         for half in Half:
+            product = product_cost(products or {}, work, half)
             kept = [each[block if len(each) > 1 else 0] for each in shares[half]]
             times[half] = half_times(
                 work,
                 half,
-                [time_ns * share for time_ns, share in zip(unit_ns[half], kept, strict=True)],
+                [
+                    time_ns * product.left_of(share)
+                    for time_ns, share in zip(unit_ns[half], kept, strict=True)
+                ],
                 lending[half],
                 movement.get(half, MovementCost()),
-                [beside_pruned(work, half, share, overhead) for share in kept],
+                [beside_pruned(product, share, overhead) for share in kept],
+                product,
             )
         total += block_ns(times[Half.attention], times[Half.ffn], ahead=work.ahead, reduce_ns=reduce_ns)
     return total / unlike * work.blocks * work.passes

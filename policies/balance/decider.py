@@ -18,7 +18,9 @@ from .policy import (
     Half,
     Migrate,
     MovementTimed,
+    ProductsTimed,
 )
+from .product_cost import ProductCost, fit_products
 from .speeds import Speeds, SpeedTracker, kept_share
 from .split import room_for_units
 from .work import BlockWork
@@ -37,14 +39,15 @@ class Decider(ABC):
 
     What is in force is left at once, however little that gains, where it takes work from a rank that is slow no more.
     Without a pretest (`MovementTimed`, by columns `ColumnsTimed`) movement is taken to cost nothing: `movement_known`
-    says so.
+    says so. Without `ProductsTimed` products take as long as they have units and columns.
     """
 
     def __init__(self, conf: BalanceConf, work: BlockWork) -> None:
         self._conf = conf
         self._work = work
         self._budget = AccuracyBudget.of(conf, work.ranks)
-        self._tracker = SpeedTracker(work, conf.slack)
+        self._products: dict[Half, ProductCost] = {}
+        self._tracker = SpeedTracker(work, conf.slack, self._products)
         self._movement: dict[Half, MovementCost | ColumnsCost] = {}
         self._changes: ChangesMeasured | None = None
         self._in_force = Assignment(work)
@@ -79,6 +82,9 @@ class Decider(ABC):
         if isinstance(event, ColumnsTimed):
             self._movement[event.half] = fit_columns(event)
             return None
+        if isinstance(event, ProductsTimed):
+            self._products[event.half] = fit_products(event, self._work)
+            return None
         if isinstance(event, ChangesMeasured):
             return self._take_changes(event)
         return self._measured(event) if isinstance(event, GroupMeasured) else None
@@ -92,7 +98,7 @@ class Decider(ABC):
             moves, ratios = self._answer(speeds, room_for_units(self._work, event.free_bytes, borrowed))
             wanted = self._assignment(moves, ratios)
         even_ns, now_ns, wanted_ns = (
-            predicted_ns(assignment, speeds.unit_ns, self._movement, speeds.overhead)
+            predicted_ns(assignment, speeds.unit_ns, self._movement, speeds.overhead, self._products)
             for assignment in (Assignment(self._work), self._in_force, wanted)
         )
         if wanted.actions == self._in_force.actions or not (

@@ -14,5 +14,5 @@ class MigratePolicy(Decider):
         return "migrate"
 
     def _answer(self, speeds: Speeds, room: Room) -> tuple[tuple[BalanceAction, ...], dict[int, float]]:
-        found = Search(self._work, speeds, room, self._movement).best([{}])
+        found = Search(self._work, speeds, room, self._movement, self._products).best([{}])
         return found.moves(), {}

@@ -73,6 +73,25 @@ class ColumnsTimed:
 
 
 @dataclass(frozen=True, slots=True)
+class ProductsTimed:
+    """Before the first step each rank computed products of a half of one block, forward and backward: of several
+    numbers of units, and of its own units with several shares of their columns.
+
+    Args:
+        units: [sizes], ascending, those that a rank holds among them.
+        units_ns: [sizes][ranks].
+        kept: [shares], ascending, < 1; (): nothing is pruned.
+        kept_ns: [shares][ranks].
+    """
+
+    half: Half
+    units: tuple[int, ...]
+    units_ns: tuple[tuple[int, ...], ...]
+    kept: tuple[float, ...] = ()
+    kept_ns: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class GroupMeasured:
     """A period has ended.
 
@@ -107,7 +126,13 @@ class ChangesMeasured:
 
 
 BalanceEvent = (
-    MovementTimed | ColumnsTimed | GroupMeasured | ChangesMeasured | ReplicasMeasured | StagesMeasured
+    MovementTimed
+    | ColumnsTimed
+    | ProductsTimed
+    | GroupMeasured
+    | ChangesMeasured
+    | ReplicasMeasured
+    | StagesMeasured
 )
 
 # ---- actions
@@ -161,6 +186,7 @@ class BalancePolicy(Protocol):
 _EVENTS = (
     "MovementTimed",
     "ColumnsTimed",
+    "ProductsTimed",
     "GroupMeasured",
     "ChangesMeasured",
     "ReplicasMeasured",
@@ -218,6 +244,15 @@ def parse_balance_event(text: str) -> BalanceEvent:
             _ints(values["together_ns"]),
             int(values["lenders"]),
         )
+    if name == "ProductsTimed":
+        kept = values["kept"]
+        return ProductsTimed(
+            Half(values["half"]),
+            _ints(values["units"]),
+            _times(values["units_ns"]),
+            tuple(float(share) for share in kept.split("/")) if kept else (),
+            _times(values["kept_ns"]) if kept else (),
+        )
     if name == "StagesMeasured":
         first_ns, last_ns = _ints(values["ends_ns"])
         return StagesMeasured(_ints(values["block_ns"]), (first_ns, last_ns))
@@ -235,11 +270,17 @@ def parse_balance_event(text: str) -> BalanceEvent:
 
 
 def _numbers(value: object) -> str:
-    return ":".join(f"{number:.3g}" for number in value) if isinstance(value, tuple) else str(value)
+    if not isinstance(value, tuple):
+        return str(value)
+    return ":".join(str(number) if isinstance(number, int) else f"{number:.3g}" for number in value)
 
 
 def _ints(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split("/"))
+
+
+def _times(text: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(number) for number in each.split(":")) for each in text.split("/"))
 
 
 def _describe(action: BalanceAction) -> str:

@@ -3,7 +3,8 @@
 from ...conf.schema import BalanceConf, Goal
 from .budget import AccuracyBudget
 from .decider import Decider, Room
-from .policy import BalanceAction
+from .policy import BalanceAction, Half
+from .product_cost import Products, product_cost
 from .speeds import Speeds
 from .work import BlockWork
 
@@ -16,11 +17,15 @@ class ResizePolicy(Decider):
         return "resize"
 
     def _answer(self, speeds: Speeds, room: Room) -> tuple[tuple[BalanceAction, ...], dict[int, float]]:
-        return (), resize_ratios(speeds, self._work, self._conf, self._budget)
+        return (), resize_ratios(speeds, self._work, self._conf, self._budget, self._products)
 
 
 def resize_ratios(
-    speeds: Speeds, work: BlockWork, conf: BalanceConf, budget: AccuracyBudget
+    speeds: Speeds,
+    work: BlockWork,
+    conf: BalanceConf,
+    budget: AccuracyBudget,
+    products: Products | None = None,
 ) -> dict[int, float]:
     """Of each straggler. ZERO-resizing to a target time: gamma = clip((T - T*) / M, 0, max_ratio), T at ratio 0.
 
@@ -32,4 +37,15 @@ def resize_ratios(
     times = speeds.even_ns(work)
     goal_ns = min(times) if conf.goal is Goal.fastest else sum(times) / len(times)
     found = budget.to_level({rank: times[rank] for rank in speeds.stragglers}, goal_ns)
-    return {rank: ratio for rank, ratio in found.items() if ratio > speeds.overhead}
+
+    def beside(rank: int, ratio: float) -> float:
+        """Of a rank's time at even work."""
+        pruning_ns = sum(
+            work.units[half]
+            * speeds.unit_ns[half][rank]
+            * product_cost(products or {}, work, half).pruning(1 - ratio)
+            for half in Half
+        )
+        return speeds.overhead + pruning_ns / times[rank]
+
+    return {rank: ratio for rank, ratio in found.items() if ratio > beside(rank, ratio)}

@@ -8,6 +8,7 @@ from .assignment import moves
 from .costs import HalfTimes, Movement, all_reduce_ns, beside_pruned, block_ns, half_times
 from .movement_cost import MovementCost
 from .policy import Half, Migrate
+from .product_cost import Products, product_cost
 from .speeds import Speeds
 from .split import Lending, lend
 from .work import BlockWork
@@ -52,11 +53,13 @@ class Search:
         speeds: Speeds,
         room: Mapping[Half, Sequence[int]],
         movement: Movement,
+        products: Products | None = None,
     ) -> None:
         self._work = work
         self._speeds = speeds
         self._room = room
         self._movement = movement
+        self._products: Products = products or {}
         self._reduce_ns = all_reduce_ns(work, movement)
 
     def best(self, candidates: Sequence[Mapping[int, float]]) -> Found:
@@ -95,18 +98,30 @@ class Search:
     ) -> list[tuple[Lending, HalfTimes, int]]:
         work, cost = self._work, self._movement.get(half, MovementCost())
         kept = [1 - ratios.get(rank, 0.0) for rank in range(work.ranks)]
-        unit_ns = [time_ns * share for time_ns, share in zip(self._speeds.unit_ns[half], kept, strict=True)]
-        beside = [beside_pruned(work, half, share, self._speeds.overhead) for share in kept]
+        product, overhead = product_cost(self._products, work, half), self._speeds.overhead
+        unit_ns = [
+            time_ns * product.left_of(share)
+            for time_ns, share in zip(self._speeds.unit_ns[half], kept, strict=True)
+        ]
+        beside = [beside_pruned(product, share, overhead) for share in kept]
         # a rank that computed nothing at all would never be seen to recover
         at_least = max(int(half is Half.ffn), work.least_kept)
         room = self._room[half]
         if work.by_columns:
             room = [0 if ratios.get(rank) else units for rank, units in enumerate(room)]
-        lendings = lend(unit_ns, work.units[half], room, shares, at_least=at_least, beside=beside)
+        # a share of each rank's time goes with units, the other is beside
+        lendings = lend(
+            [time_ns * product.slope for time_ns in unit_ns],
+            work.units[half],
+            room,
+            shares,
+            at_least=at_least,
+            beside=[(more + product.fixed) / product.slope for more in beside],
+        )
         return [
             (
                 lending,
-                half_times(work, half, unit_ns, lending, cost, beside),
+                half_times(work, half, unit_ns, lending, cost, beside, product),
                 sum(lending.lent) * work.unit_bytes(half),
             )
             for lending in dict.fromkeys(lendings)

@@ -25,7 +25,7 @@ class SemiPolicy(Decider):
 
     def _answer(self, speeds: Speeds, room: Room) -> tuple[tuple[BalanceAction, ...], dict[int, float]]:
         candidates = pruning_candidates(speeds, self._work, self._conf, self._budget)
-        found = Search(self._work, speeds, room, self._movement).best(candidates)
+        found = Search(self._work, speeds, room, self._movement, self._products).best(candidates)
         return found.moves(), dict(found.ratios)
 
 

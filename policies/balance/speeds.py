@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from .assignment import Assignment, kept_columns
 from .policy import GroupMeasured, Half
+from .product_cost import Products, product_cost
 from .work import BlockWork, Product
 
 HALVES = tuple(Half)
@@ -31,11 +32,15 @@ CHANGES = ((1, 5.5), (2, 3.0), (4, 3.0))
 ENTER_DEVIATIONS = (3.0, 2.5)
 LOWEST_DEVIATIONS = 4.0  # the same against one rank alone, which is the lowest of several noisy numbers
 LEAVE_DEVIATIONS = 1.5  # beyond half of the slack, for a straggler to stay one
+# A straggler that has just become faster is let go if it seems slower by no more than so many times the slack: what it
+# would take of even work is known from a few timed sizes, no better. One period of even work tells.
+LET_GO = 2.0
 SETTLED_DEVIATIONS = 1.5  # beyond which a second measurement after a change replaces the first
 # What a rank that prunes takes beyond its share of columns, which are gathered and scattered: of the time of all of its
 # own units, be they lent or not, for its input has the same size. A guess (a simulated V100 takes 0.034), and how far
 # off it may be, until ranks that begin to prune show it.
 OVERHEAD, OVERHEAD_DOUBT = 0.04, 0.1
+TIMED_DOUBT = 0.02  # where pruning was timed before the first step, and what it took is taken off already
 LIKELY_OVERHEAD = 0.3  # what is above it is rather a change of speed
 # By so much more noise a rank tells of it whose last measurement may hold steps from before a change: at the start, and
 # later, when it nearly always does.
@@ -55,7 +60,8 @@ class Speeds:
         unit_ns: [ranks] for each half: what a unit of all blocks takes in one step, nothing pruned. Ranks that are no
             stragglers have the same.
         stragglers: Ascending.
-        overhead: What a rank that prunes takes beyond its share of columns, by the time of its own units unpruned.
+        overhead: What a rank that prunes takes beyond its share of columns, by the time of its own units unpruned;
+            without what `ProductCost.pruning` has of it.
         error: Standard error of the ratio of a straggler's time to that of the others; the largest.
         fresh: Whether of some rank nothing but the last measurement is known: its speed has just changed.
     """
@@ -78,7 +84,7 @@ class Done:
     """What ranks did when they were measured.
 
     Args:
-        share: [halves, ranks], of the work of a rank's own units, nothing pruned.
+        share: [halves, ranks], of what a rank's own units take, nothing pruned; with what pruning is known to add.
         kept: [halves, ranks], of the columns; 1: nothing was pruned.
     """
 
@@ -105,8 +111,10 @@ class SpeedTracker:
     fastest alone is the lowest of several noisy numbers; so the mean of all that cannot be told from it stands for it.
     """
 
-    def __init__(self, work: BlockWork, slack: float) -> None:
+    def __init__(self, work: BlockWork, slack: float, products: Products | None = None) -> None:
+        """`products`: what they take by their size; looked at when a measurement is taken in."""
         self._work = work
+        self._products: Products = {} if products is None else products
         flop = [work.units[half] * work.unit_flop[half] for half in HALVES]
         self._weights = np.array(flop) / sum(flop)  # [halves]
         self._slack = math.log1p(slack)
@@ -117,6 +125,7 @@ class SpeedTracker:
         self._unsettled: frozenset[int] = (
             frozenset()
         )  # whose last measurement may hold steps from before a change
+        self._faster: frozenset[int] = frozenset()  # at the last measurement
         self._stragglers: frozenset[int] = frozenset()
         self._squares, self._weight = PRIOR_WEIGHT * PRIOR_NOISE**2, PRIOR_WEIGHT
 
@@ -130,11 +139,12 @@ class SpeedTracker:
             ValueError: If it is not of as many ranks as the group has.
         """
         ranks = range(self._work.ranks)
+        if not self._rows and self._pruning_timed:
+            self._overhead = 0.0
         self._take(*self._measured(event, assignment))
-        ranks = range(self._work.ranks)
         mean, counts = _mean(self._rows), _counts(self._rows)
         errors = [self._noise / math.sqrt(count) for count in counts]
-        group = self._fast(self._pooled(mean), errors, counts)
+        group = self._fast(self._believed(self._pooled(mean)), errors, counts)
         self._stragglers = frozenset(ranks) - frozenset(group)
         times = np.exp(mean + self._common)
         # taken for equal: each of their measurements counts alike
@@ -160,12 +170,19 @@ class SpeedTracker:
                     f"{half.value}_ns of step {event.step} has {len(times)} times: must have {work.ranks}, one "
                     "for each rank"
                 )
+        products = {half: product_cost(self._products, work, half) for half in HALVES}
         computed = np.array(
-            [[assignment.computed(half, rank) / work.units[half] for rank in ranks] for half in HALVES]
+            [
+                [products[half].effort(assignment.computed(half, rank)) / work.units[half] for rank in ranks]
+                for half in HALVES
+            ]
         )
         kept = np.array([[kept_share(assignment, half, rank) for rank in ranks] for half in HALVES])
         kept = np.where(computed > 0, kept, 1.0)
-        done = Done(computed * kept, kept)
+        left = np.array(
+            [[products[half].left_of(share) for share in kept[i]] for i, half in enumerate(HALVES)]
+        )
+        done = Done(computed * left, kept)
         units = np.array([[work.units[half]] for half in HALVES])
         times_ns = np.maximum(np.array([event.time_ns(half) for half in HALVES], dtype=np.float64), 1.0)
         return self._filled(np.log(times_ns / units) - done.log_work(self._overhead)), done
@@ -184,6 +201,10 @@ class SpeedTracker:
         return filled
 
     # ---- what is averaged
+
+    @property
+    def _pruning_timed(self) -> bool:
+        return any(product.kept for product in self._products.values())
 
     @property
     def _noise(self) -> float:
@@ -212,6 +233,8 @@ class SpeedTracker:
         for rank in self._unsettled - changed.keys():
             if abs(unlike[rank]) > SETTLED_DEVIATIONS * math.sqrt(2) * noise:
                 changed[rank] = 1
+        # where nothing was timed, times are taken to be in proportion, and for exact
+        self._faster = frozenset(rank for rank in changed if unlike[rank] < 0 and self._products)
         unsettled = {rank for rank, last in changed.items() if last == 1 and rank not in self._unsettled}
         self._rows = _without(rows, changed)[-WINDOW:]
         self._done = [*self._done, done][-WINDOW:]
@@ -269,7 +292,7 @@ class SpeedTracker:
             mean[:, rank] = np.mean([self._rows[place][:, rank] for place in alike], axis=0)
         unlike = self._pooled(logs - mean)
         common = median([by for rank, by in enumerate(unlike) if rank not in before] or unlike)
-        precision = OVERHEAD_DOUBT**-2
+        precision = (TIMED_DOUBT if self._pruning_timed else OVERHEAD_DOUBT) ** -2
         total = self._overhead * precision
         doubts = UNSETTLED_DEVIATIONS[len(self._rows) > 1]
         for rank, (at, alike) in before.items():
@@ -331,6 +354,14 @@ class SpeedTracker:
 
     # ---- who is slow
 
+    def _believed(self, pooled: Sequence[float]) -> list[float]:
+        """The same, where a straggler that has just become faster is no faster than the others: it rather did little,
+        which takes less than was thought, than that all others have become slow.
+        """
+        others = [by for rank, by in enumerate(pooled) if rank not in self._stragglers]
+        doubted = self._stragglers & self._faster if others else frozenset()
+        return [max(by, min(others)) if rank in doubted else by for rank, by in enumerate(pooled)]
+
     def _fast(self, pooled: Sequence[float], errors: Sequence[float], counts: Sequence[int]) -> list[int]:
         """Ranks that are as fast as the fastest, ascending."""
         order = sorted(range(len(pooled)), key=lambda rank: (pooled[rank], rank))
@@ -341,6 +372,8 @@ class SpeedTracker:
             error = math.hypot(errors[rank], of_group)
             if rank in self._stragglers:
                 bound = self._slack / 2 + LEAVE_DEVIATIONS * error
+                if rank in self._faster:
+                    bound = max(bound, LET_GO * self._slack)
             else:
                 deviations = ENTER_DEVIATIONS[counts[rank] > 1]
                 if len(group) == 1 and len(order) > 2:

@@ -35,6 +35,7 @@ from ..ledger import Ledger
 from .balanced import Balanced
 from .frozen import frozen
 from .pretest import time_columns, time_movements
+from .pretest_products import time_products
 from .stopwatch import Stopwatch
 
 CHANGES_LAYER = "changes"
@@ -97,12 +98,19 @@ class Balancer:
         return self.balanced.assignment
 
     def run_begins(self, first_step: int) -> None:
-        """Before the first step, on all ranks at once: movements are timed where units may move."""
-        if not (self._conf.moves and self._conf.pretest):
+        """Before the first step, on all ranks at once: movements are timed where units may move, and products, but by
+        columns.
+        """
+        if not self._conf.pretest:
             return
         self._ledger.at(iteration=first_step, phase="setup", layer="")
-        timed = time_movements if self._conf.way is Way.paired else time_columns
-        for event in timed(self.balanced, device=self._device):
+        events: list[BalanceEvent] = []
+        if self._conf.moves:
+            timed = time_movements if self._conf.way is Way.paired else time_columns
+            events += timed(self.balanced, device=self._device)
+        if not self.balanced.work.by_columns:
+            events += time_products(self.balanced, device=self._device)
+        for event in events:
             self._decide(event)
 
     def step_begins(self, step: int) -> None:

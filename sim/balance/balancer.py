@@ -19,6 +19,7 @@ from ...policies.balance import (
     Half,
     Migrate,
     MovementTimed,
+    ProductsTimed,
     describe_balance_actions,
     describe_balance_event,
     least_room_bytes,
@@ -139,10 +140,19 @@ class Balancer:
 
     # ---- what ranks have measured
 
-    def moved(self, events: Sequence[MovementTimed | ColumnsTimed]) -> None:
-        """Before the first step."""
-        for group in self._groups:
-            for event in events:
+    def pretested(
+        self,
+        moved: Sequence[MovementTimed | ColumnsTimed],
+        computed: Sequence[Sequence[ProductsTimed]] = (),
+    ) -> None:
+        """Before the first step.
+
+        Args:
+            moved: Of all groups at once.
+            computed: [groups]; (): no products were timed.
+        """
+        for number, group in enumerate(self._groups):
+            for event in (*moved, *(computed[number] if computed else ())):
                 self._decide(group, -1, event)
 
     def computed(self, rank: int, number: int, timing: Timing) -> None:

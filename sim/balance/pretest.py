@@ -1,10 +1,14 @@
-"""How long units take from one rank of a tensor group to the others and back, before the first step."""
+"""What is timed before the first step: units on their way from one rank of a tensor group to the others and back, and
+products of several sizes.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from ...conf.schema import Way
+from ...conf.schema import BalanceConf, Way
 from ...policies.balance import (
+    KEPT,
     Assignment,
     BlockWork,
     ColumnsTimed,
@@ -13,9 +17,11 @@ from ...policies.balance import (
     Migrate,
     MovementTimed,
     Product,
+    ProductsTimed,
     lend_plans,
     pretest_moves,
     return_plans,
+    sizes_of,
 )
 from ...policies.balance.columns import leg_plans
 from ...policies.mesh import TENSOR, Mesh
@@ -23,7 +29,8 @@ from ..executor import Segment
 from ..interpreter import Transfer, Work
 from ..layout.operands import Followed, Operand, follow
 from ..program import COMPUTE, MAIN, Program, Writer
-from .rank_work import uneven
+from .rank_work import RankWork, uneven
+from .share import PRODUCTS, Share
 
 Timed = Callable[[Segment], int]  # nanoseconds until the last rank has ended it, on an empty machine
 
@@ -47,6 +54,55 @@ def movements_timed(
         took = [timed(Segment(0, False, _programs(work, mesh, half, moves))) for moves in moved]
         found.append(MovementTimed(half, (few, many), (took[0], took[1]), sum(took[2:]), lenders))
     return tuple(found)
+
+
+# ---- products
+
+WriteFor = Callable[[int, RankWork], Program]  # of a rank that computes such shares, a step
+EachTimed = Callable[[Segment], Mapping[int, int]]  # nanoseconds until a rank has ended it
+
+
+def products_timed(
+    work: BlockWork, mesh: Mesh, conf: BalanceConf, write: WriteFor, timed: EachTimed
+) -> tuple[tuple[ProductsTimed, ...], ...]:
+    """[tensor groups], for each half of which there is a unit: what the products of one block take, alone."""
+    groups = mesh.groups(TENSOR)
+    found: list[list[ProductsTimed]] = [[] for _ in groups]
+    for half in Half:
+        sizes = sizes_of(work, half)
+        if not sizes:
+            continue
+        if not conf.moves:
+            sizes = (work.units[half],)
+        kept = KEPT if conf.prunes else ()
+
+        def times(units: int, left_out: float, half: Half = half) -> Mapping[int, int]:
+            counts = {**work.units, half: units}
+            ratios = (left_out,) * len(PRODUCTS)
+            share = Share(counts[Half.attention], counts[Half.ffn], ratios)
+            of_rank = RankWork((share,) * work.blocks)
+            programs = {rank: _products_alone(write(rank, of_rank), half) for rank in range(mesh.num_ranks)}
+            return timed(Segment(0, False, programs))
+
+        whole = [times(units, 0.0) for units in sizes]
+        pruned = [times(work.units[half], 1 - share) for share in kept]
+        for group, ranks in enumerate(groups):
+            by_units, by_kept = (
+                tuple(tuple(of_size[rank] // work.passes for rank in ranks) for of_size in each)
+                for each in (whole, pruned)
+            )
+            found[group].append(ProductsTimed(half, sizes, by_units, kept, by_kept))
+    return tuple(tuple(events) for events in found)
+
+
+def _products_alone(program: Program, half: Half) -> Program:
+    """Of its first block."""
+    of_half = [item for item in program.items if item.half is half]
+    own = [item for item in of_half if item.unit == of_half[0].unit]
+    return Program([replace(item, index=index, after=()) for index, item in enumerate(own)])
+
+
+# ---- whole units
 
 
 def _programs(work: BlockWork, mesh: Mesh, half: Half, moves: tuple[Migrate, ...]) -> Mapping[int, Program]:

@@ -7,7 +7,14 @@ from typing import Any
 from ...analysis.record import Decision
 from ...conf.model_spec import ModelSpec
 from ...conf.schema import ClusterConf, ExperimentConf
-from ...policies.balance import BlockWork, balanced_work, build_balance
+from ...policies.balance import (
+    BlockWork,
+    ColumnsTimed,
+    MovementTimed,
+    ProductsTimed,
+    balanced_work,
+    build_balance,
+)
 from ...policies.comm import CommPolicy
 from ...policies.layout import layout_of
 from ...policies.mesh import PIPELINE, TENSOR
@@ -22,8 +29,8 @@ from ..memory import MemoryPoint, memory_over_time, peak
 from ..program import Program
 from ..run import Run, Simulated
 from .balancer import Balancer, MakePolicy
-from .pretest import movements_timed
-from .rank_work import EVEN
+from .pretest import movements_timed, products_timed
+from .rank_work import EVEN, RankWork
 
 
 class BalancedRun(Run):
@@ -75,10 +82,8 @@ class BalancedRun(Run):
             programs = _Programs(self, balancer, number, validation=even.validation)
             segments.append(replace(even, programs=programs))
         conf = self.experiment.balance
-        if conf.moves and conf.pretest:
-            balancer.moved(
-                movements_timed(self._work, self.mesh, conf.way, lambda s: self._alone_ns(costs, s))
-            )
+        if conf.pretest:
+            balancer.pretested(*self._pretest(costs))
         machine, executor = self._executor(costs, observer=balancer)
         try:
             simulated = Simulated(costs, machine, self.fold, executor.run(segments))
@@ -108,11 +113,32 @@ class BalancedRun(Run):
             measuring=balancer.measuring(number),
         )
 
-    def _alone_ns(self, costs: Costs, segment: Segment) -> int:
-        """Of a segment on an empty machine, on which nothing fails."""
+    def _pretest(
+        self, costs: Costs
+    ) -> tuple[tuple[MovementTimed | ColumnsTimed, ...], tuple[tuple[ProductsTimed, ...], ...]]:
+        conf, work = self.experiment.balance, self._work
+
+        def write(rank: int, of_rank: RankWork) -> Program:
+            assert isinstance(self.engine, LayoutEngine)
+            return self.engine.write_for(rank, validation=False, before=self.befores[0], work=of_rank)
+
+        moved = (
+            movements_timed(work, self.mesh, conf.way, lambda s: max(self._alone_ns(costs, s).values()))
+            if conf.moves
+            else ()
+        )
+        computed = (
+            ()
+            if work.by_columns
+            else products_timed(work, self.mesh, conf, write, lambda s: self._alone_ns(costs, s))
+        )
+        return moved, computed
+
+    def _alone_ns(self, costs: Costs, segment: Segment) -> dict[int, int]:
+        """Each rank's end of a segment on an empty machine, on which nothing fails."""
         conditions = Conditions(replace(costs.cluster, failures=None), seed=self.experiment.seed)
         _, executor = self._executor(costs, conditions=conditions)
-        return max(timings[0].end_ns for timings in executor.run([segment]).values())
+        return {rank: timings[0].end_ns for rank, timings in executor.run([segment]).items()}
 
     def _free_bytes(self, cluster: ClusterConf) -> dict[int, int]:
         """Of each rank, what its device has beyond the peak of its stage; stages between the ends hold no more than the

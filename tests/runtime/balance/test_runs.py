@@ -15,6 +15,7 @@ from twinbed.policies.balance import (
     ColumnsTimed,
     Half,
     MovementTimed,
+    ProductsTimed,
     is_balance_event,
     parse_balance_event,
 )
@@ -109,10 +110,16 @@ def test_a_run_tells_what_was_balanced(tmp_path: Path) -> None:
 
     logged = [d for d in read_record(tmp_path / "semi").decisions if is_balance_event(d.event)]
     timed = [event for d in logged if isinstance(event := parse_balance_event(d.event), MovementTimed)]
-    assert [d.iteration for d in logged] == [0, 0, 1, 3, 5, 7, 9]
+    assert [d.iteration for d in logged] == [0, 0, 0, 0, 1, 3, 5, 7, 9]
     assert [event.units for event in timed] == [(1, 2), (2, 4)]
     assert all(min(*event.time_ns, event.together_ns) > 0 for event in timed)
-    assert logged[2].action.startswith("migrate 1 attention from 0 to 1")
+    products = [event for d in logged if isinstance(event := parse_balance_event(d.event), ProductsTimed)]
+    assert [event.units for event in products] == [(1, 2, 3), (1, 2, 4, 6, 8, 10, 12)]
+    for event in products:
+        times = (*event.units_ns, *event.kept_ns)
+        assert len(times) == len(event.units) + len(event.kept) > 3
+        assert all(len(of_size) == 4 and min(of_size) > 0 for of_size in times)
+    assert logged[4].action.startswith("migrate 1 attention from 0 to 1")
 
     for name, lenders in (("scatter", 2), ("two groups, broadcast", 1)):
         decisions = read_record(tmp_path / name).decisions

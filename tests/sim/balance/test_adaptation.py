@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from twinbed.conf.compose import compose
 from twinbed.conf.model_spec import ModelSpec
 from twinbed.conf.schema import Backend, DeviceConf, ExperimentConf, IntraNodeConf, SlowdownBy
 from twinbed.policies.balance import (
@@ -39,9 +40,9 @@ NEAR = 0.05  # of the best time of a step
 # force stays until a change promises more than the slack
 NEAR_SLACK = 0.15
 NOISE, PERIODS, SEEDS = 0.1, 100, 12
-# Changes after the first balance. Of what one noisy measurement made of pruning much is known to be too much, or too
-# little, when many more are there; units that are lent are coarser
-MOST_CHANGES = {"migrate": 0, "semi": 1, "resize": 1}
+# Changes after the first balance, in all periods. Of what one noisy measurement made of pruning much is known to be too
+# much, or too little, when more are there; units that are lent are coarser
+MOST_CHANGES = {"migrate": 0, "semi": 2, "resize": 1}
 
 Build = Callable[[BlockWork], BalancePolicy]
 
@@ -121,7 +122,7 @@ def test_it_is_balanced_again_within_two_periods(
     assert none_s > 2.5 * best_s[None]
     for first, end, rank in phases:
         again = first + 2 * PERIOD if first else 0
-        near = NEAR_SLACK if when == "second" and name != "migrate" else NEAR
+        near = NEAR_SLACK if when == "second" else NEAR
         late = {
             step: steps_s[step] for step in range(again, end) if steps_s[step] > (1 + near) * best_s[rank]
         }
@@ -131,6 +132,39 @@ def test_it_is_balanced_again_within_two_periods(
             assert ended == ["nothing"]
         else:
             assert all(f"from {rank} " in action or f"rank {rank} " in action for action in ended), ended
+
+
+# (model, tensor ranks, the most of a step with nothing done that one with a straggler takes): the head and what is no
+# product stay slow. Of GPT-2's short products gathering columns takes longer than leaving them out saves
+IN_WAVES = (
+    (("model=llama2_13b", "model.layers=4"), 8, 0.85),
+    (("model=gpt2_small", "model.layers=2"), 4, 1.01),
+)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(("model", "ranks", "most"), IN_WAVES, ids=["llama2_13b", "gpt2_small"])
+def test_a_straggler_that_leaves_is_let_go_where_kernels_run_in_waves(
+    model: Sequence[str], ranks: int, most: float, name: str
+) -> None:
+    """Of a tensor core's products, half of the units take much more than half of the time: so little that a rank with
+    few of them seems slow, if it is not known.
+    """
+    first, end, steps = PERIOD, 5 * PERIOD, 8 * PERIOD
+    made = compose(
+        [
+            *("target=sim", "cluster=dgx_a100", "cluster.nodes=1", f"cluster.devices_per_node={ranks}"),
+            *(*model, "comm=ddp", "precision=bf16", f"parallel.tensor={ranks}"),
+            f"cluster.slowdown=[{{rank: 0, factor: {CHI}, from_step: {first}, until_step: {end}}}]",
+            *(f"balance={name}", f"balance.period={PERIOD}", f"steps={steps}"),
+        ]
+    )
+    steps_s, in_force = run(made.experiment, made.spec)
+    even_s = min(steps_s[:first])
+    balanced_s = steps_s[first + PERIOD + 1 : end - 1]
+    assert max(balanced_s) < most * steps_s[first + 1]
+    assert in_force[end // PERIOD + 1 :] == ["nothing"] * (steps // PERIOD - end // PERIOD - 1)
+    assert max(steps_s[end + 2 * PERIOD :]) < 1.01 * even_s
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -28,6 +28,7 @@ from twinbed.policies.balance import (
     Half,
     Migrate,
     MovementTimed,
+    ProductsTimed,
     Prune,
     describe_balance_actions,
     parse_balance_event,
@@ -311,7 +312,8 @@ def test_changes_are_told_before_times(make, spec_of, scripted):
         if r.stream == "balance" and r.rank == 0
     ]
     assert rows == [("changes", 4 * 8 * 4, 1), ("", 24 * 4, 1)]  # 4 products of 2 blocks
-    changes, times = made[0].events
+    *products, changes, times = made[0].events
+    assert all(isinstance(event, ProductsTimed) for event in products)
     assert isinstance(changes, ChangesMeasured)
     assert isinstance(times, GroupMeasured)
     assert len(changes.changes) == 4
@@ -497,4 +499,8 @@ def test_timelines_show_streams_of_their_own(make, spec_of, scripted):
 def test_events_come_in_order(make, spec_of, scripted):
     made, factory = scripted({})
     simulate(make(2), spec=spec_of(), make_balance=factory)
-    assert [type(e).__name__ for e in made[0].events] == ["MovementTimed"] * 2 + ["GroupMeasured"] * 3
+    assert [type(e).__name__ for e in made[0].events] == [
+        *["MovementTimed"] * 2,
+        *["ProductsTimed"] * 2,
+        *["GroupMeasured"] * 3,
+    ]
