@@ -7,6 +7,7 @@ from .policy import BalanceAction, BalanceEvent
 from .shares import ReplicasMeasured, ShareSequences
 
 _WINDOW = 4  # periods that a speed is averaged over, about
+_LONG_WINDOW = 16  # and what it is compared with: one noisy average must not look like a change
 
 
 class BalanceBatch:
@@ -95,7 +96,7 @@ class BalanceBatch:
         if max(ns, known_ns) > (1 + self._slack) ** 2 * min(ns, known_ns):
             num_known = 0
         self._num_known[replica] = num_known + 1
-        self._known_ns[replica] += (ns - known_ns) / min(num_known + 1, _WINDOW)
+        self._known_ns[replica] += (ns - known_ns) / min(num_known + 1, _LONG_WINDOW)
         return False
 
     def _average(self, replica: int, ns: float) -> None:
