@@ -9,6 +9,7 @@ from .record import Record
 _EVENTS = ("GroupMeasured(", "ReplicasMeasured(", "StagesMeasured(")
 _MIGRATE = re.compile(r"migrate (\d+) (\w+) from (\d+) to \d+")
 _PRUNE = re.compile(r"prune rank (\d+) by ([\d.]+)(?: in (\S+))?")
+_REPLICAS = re.compile(r"ReplicasMeasured\(step=\d+, compute_ns=([\d/]+), room=([\d/]+)\)")
 _UNITS = {"attention": "key head", "ffn": "hidden feature"}
 KEPT = "keep"
 
@@ -25,7 +26,8 @@ def balance_sentences(record: Record) -> list[str]:
         if decision.rank == rank and decision.event.startswith(_EVENTS) and decision.action != KEPT
     ]
     if not answers:
-        return [f"balance={conf['name']}: nothing was changed"]
+        why = _no_room(record, rank, conf.get("slack", 0.0))
+        return [f"balance={conf['name']}: nothing was changed{why}"]
     units = "columns of every matrix" if conf.get("way", "paired") != "paired" else None
     changes = f"{len(answers)} change{'s' * (len(answers) > 1)}"
     told = f"balance={conf['name']}: {changes}; at the end {_in_words(answers[-1], units)}"
@@ -33,6 +35,21 @@ def balance_sentences(record: Record) -> list[str]:
     if predicted is not None:
         told += f"; its products are predicted {predicted:.2f} times as fast as an even split's"
     return [told]
+
+
+def _no_room(record: Record, rank: int, slack: float) -> str:
+    """Of replicas: that one was slow, and no faster one had the memory for more sequences."""
+    for decision in record.decisions:
+        found = _REPLICAS.search(decision.event) if decision.rank == rank else None
+        if found is None:
+            continue
+        took_ns, room = ([int(number) for number in text.split("/")] for text in found.groups())
+        fast_ns = (1 + slack) * min(took_ns)
+        full = all(more == 0 for ns, more in zip(took_ns, room, strict=True) if ns <= fast_ns)
+        if full and max(took_ns) > fast_ns:
+            slow = took_ns.index(max(took_ns))
+            return f": replica {slow} is slow, but the faster ones have no memory for more sequences"
+    return ""
 
 
 def _predicted(result: dict[str, Any]) -> float | None:

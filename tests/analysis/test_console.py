@@ -125,7 +125,7 @@ def test_the_console_needs_neither_pandas_nor_matplotlib() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def balanced(make_record: Make, name: str, answers: list[tuple[str, str]], **conf: str) -> str:
+def balanced(make_record: Make, name: str, answers: list[tuple[str, str]], **conf: str | float) -> str:
     record = make_record()
     record.result["experiment"]["balance"] = {"name": name, "way": "paired", **conf}
     record.result["balance"] = {"groups": [{"periods": [{"predicted_speedup": 2.5}]}]}
@@ -154,3 +154,16 @@ def test_a_balanced_run_says_what_ranks_do_at_its_end(make_record: Make) -> None
         make_record, "migrate", [("GroupMeasured(step=2)", "migrate 3 ffn from 0 to 1")], way="scatter"
     )
     assert "rank 0 lends 3 ffn units (columns of every matrix)" in told
+
+
+@pytest.mark.parametrize(
+    ("took", "room", "says"),
+    [("40/10/10", "3/0/0", True), ("40/10/10", "0/1/0", False), ("11/10/10", "0/0/0", False)],
+)
+def test_a_run_says_that_there_was_no_memory_for_more_sequences(
+    make_record: Make, took: str, room: str, says: bool
+) -> None:
+    event = f"ReplicasMeasured(step=5, compute_ns={took}, room={room})"
+    told = balanced(make_record, "batch", [(event, "keep")], slack=0.15)
+    why = ": replica 0 is slow, but the faster ones have no memory for more sequences"
+    assert told == "  balance=batch: nothing was changed" + why * says

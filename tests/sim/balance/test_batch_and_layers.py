@@ -93,8 +93,17 @@ def test_a_straggler_that_comes_and_goes():
 def test_on_an_a100_the_even_split_comes_back(until):
     """There two sequences take more than half as long as four."""
     slow = f"cluster.slowdown=[{{rank: 0, factor: 2, from_step: 5, until_step: {until}}}]"
-    keys = ("target=sim", "comm=zero3", "cluster=dgx_a100", "cluster.nodes=1", "model=gpt_18b", "model.layers=8")
-    record = run(*keys, "recompute=none", "precision=bf16", "batch.micro=4", "steps=40", "balance=batch", slow)
+    keys = (
+        "target=sim",
+        "comm=zero3",
+        "cluster=dgx_a100",
+        "cluster.nodes=1",
+        "model=gpt_18b",
+        "model.layers=8",
+    )
+    record = run(
+        *keys, "recompute=none", "precision=bf16", "batch.micro=4", "steps=40", "balance=batch", slow
+    )
     found = shares(record)
     assert found[9][0] < 4
     *_, last = found
