@@ -49,9 +49,9 @@ class BalanceBatch:
             raise ValueError(f"{event}: must be of {len(self._even)} replicas")
         most = [n + max(0, room) for n, room in zip(self._counts, event.room, strict=True)]
         # all are asked, as each remembers what it measured
-        if any([self._got_faster(i, max(1, ns)) for i, ns in enumerate(event.compute_ns)]):
-            if all(n <= limit for n, limit in zip(self._even, most, strict=True)):
-                return self._share(self._even)
+        faster = [self._got_faster(i, max(1, ns)) for i, ns in enumerate(event.compute_ns)]
+        if any(faster) and all(n <= limit for n, limit in zip(self._even, most, strict=True)):
+            return self._share(self._even)
         for i, (ns, count) in enumerate(zip(event.compute_ns, self._counts, strict=True)):
             self._average(i, max(1, ns) / count)
         each_ns = taken_for_equal(self._each_ns, self._slack)
