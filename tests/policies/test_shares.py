@@ -38,10 +38,16 @@ def slowest(counts, each, ends=None):
 
 
 class Cluster:
-    """Replicas with a time for each sequence, and the policy that balances them."""
+    """Replicas with a time for each sequence, and the policy that balances them.
 
-    def __init__(self, each_ns, *, micro, slack=0.15, room=ENOUGH):
+    Args:
+        fixed: What a micro-batch takes beside, in sequences.
+        tile: Sequences are computed in whole tiles of so many.
+    """
+
+    def __init__(self, each_ns, *, micro, slack=0.15, room=ENOUGH, fixed=0, tile=1):
         self.each_ns, self.room = each_ns, room
+        self.fixed, self.tile = fixed, tile
         self.policy = BalanceBatch(replicas=len(each_ns), micro=micro, slack=slack)
         self.counts = (micro,) * len(each_ns)
         self.step = self.changes = 0
@@ -49,7 +55,10 @@ class Cluster:
     def period(self, noise=None):
         factors = [1.0] * len(self.each_ns) if noise is None else noise
         self.step += 5
-        compute = tuple(round(n * t * f) for n, t, f in zip(self.counts, self.each_ns, factors, strict=True))
+        compute = tuple(
+            round((-(-n // self.tile) * self.tile + self.fixed) * t * f)
+            for n, t, f in zip(self.counts, self.each_ns, factors, strict=True)
+        )
         answer = self.policy.decide(ReplicasMeasured(self.step, compute, (self.room,) * len(compute)))
         for action in answer or ():
             assert isinstance(action, ShareSequences)
@@ -148,6 +157,45 @@ def test_noise_of_a_tenth_does_not_make_it_flap(replicas, seed):
         assert cluster.slowest_ns <= 1.15 * slowest(
             best_split(7 * replicas, cluster.each_ns), cluster.each_ns
         )
+
+
+@pytest.mark.parametrize(("micro", "fixed", "tile"), [(4, 1, 1), (4, 1, 2), (8, 2, 1), (8, 0, 3), (8, 3, 2)])
+@pytest.mark.parametrize("partly", [0, 0.2, 0.4, 0.6, 0.8])
+@pytest.mark.parametrize("periods", [1, 2, 5])
+def test_even_within_two_periods_though_few_sequences_take_longer_each(micro, fixed, tile, partly, periods):
+    """A straggler by two leaves, `partly` through the first period."""
+    even = (micro,) * 8
+    cluster = Cluster([1000] * 8, micro=micro, fixed=fixed, tile=tile)
+    cluster.period()
+    cluster.each_ns = [2000] + [1000] * 7
+    for _ in range(periods):
+        cluster.period()
+    assert cluster.counts[0] < micro
+    if partly:
+        cluster.each_ns = [1000 * (1 + partly)] + [1000] * 7
+        cluster.period()
+    cluster.each_ns = [1000] * 8
+    cluster.period()
+    cluster.period()
+    assert cluster.counts == even
+    for _ in range(20):
+        assert cluster.period() == even
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("fixed", "tile"), [(1, 1), (2, 1), (0, 2)])
+def test_nor_does_it_flap_where_few_take_longer_each(fixed, tile, seed):
+    random = np.random.default_rng(seed)
+    cluster = Cluster([2000] + [1000] * 7, micro=8, fixed=fixed, tile=tile)
+    for _ in range(100):
+        cluster.period(random.uniform(0.9, 1.1, 8))
+    assert cluster.changes <= 3
+    assert cluster.counts[0] < 8
+    cluster.each_ns = [1000] * 8
+    for _ in range(100):
+        cluster.period(random.uniform(0.9, 1.1, 8))
+    assert cluster.changes <= 4
+    assert cluster.counts == (8,) * 8
 
 
 @given(

@@ -89,6 +89,28 @@ def test_a_straggler_that_comes_and_goes():
     assert 5 <= first <= 4 + 2 * 2  # it comes in step 4, and a period has 2
 
 
+@pytest.mark.parametrize("until", [10, 12, 15])
+def test_on_an_a100_the_even_split_comes_back(until):
+    """There two sequences take more than half as long as four."""
+    slow = f"cluster.slowdown=[{{rank: 0, factor: 2, from_step: 5, until_step: {until}}}]"
+    keys = (
+        "target=sim",
+        "comm=zero3",
+        "cluster=dgx_a100",
+        "cluster.nodes=1",
+        "model=gpt_18b",
+        "model.layers=8",
+    )
+    record = run(
+        *keys, "recompute=none", "precision=bf16", "batch.micro=4", "steps=40", "balance=batch", slow
+    )
+    found = shares(record)
+    assert found[9][0] < 4
+    *_, last = found
+    assert found[last] == (4,) * 8
+    assert last <= until + 2 * 5 - 1
+
+
 def test_equal_replicas_stay_even():
     record = run(*COMPUTES, *BATCH)
     assert shares(record) == {}
