@@ -18,6 +18,9 @@ from .rank_work import EVEN, RankWork
 from .share import Share
 
 
+COPIES = ("pack", "join", "unpack")  # last words of the names of what units that move make ranks copy
+
+
 @dataclass(slots=True)
 class Lending:
     """Of one program of a rank.
