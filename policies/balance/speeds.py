@@ -162,9 +162,7 @@ class SpeedTracker:
         error = max((math.hypot(errors[rank], of_group) for rank in self._stragglers), default=of_group)
         stragglers = tuple(sorted(self._stragglers))
         beside = self._beside.observe(event, assignment, counts=counts, fast=group, unit_ns=unit_ns)
-        return Speeds(
-            unit_ns, stragglers, self._overhead, error, fresh=min(counts) == 1, beside=beside
-        )
+        return Speeds(unit_ns, stragglers, self._overhead, error, fresh=min(counts) == 1, beside=beside)
 
     # ---- what is measured
 

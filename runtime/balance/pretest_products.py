@@ -41,9 +41,7 @@ def time_products(balanced: Balanced, *, device: torch.device) -> list[ProductsT
                 own.append(_half_ns(balanced, rate, half, sizes[0], FEW_KEPT, device))
             told = _of_all(balanced, torch.tensor(own, device=device))
             whole, pruned = told[: len(sizes)], told[len(sizes) :]
-            found.append(
-                ProductsTimed(half, sizes, whole, kept, pruned[: len(kept)], *pruned[len(kept) :])
-            )
+            found.append(ProductsTimed(half, sizes, whole, kept, pruned[: len(kept)], *pruned[len(kept) :]))
     return found
 
 
@@ -66,7 +64,7 @@ def _half_ns(
         rate.stopwatch.read()
         for x, weight in operands:
             _multiply(rate, half, x, weight, share)
-        times.append(rate.stopwatch.read()[half])
+        times.append(rate.stopwatch.read().products[half])
     return int(median(times[1:]))
 
 

@@ -33,7 +33,9 @@ from .recorded import Recorded, recorded_by_group
 from .share import PRODUCTS
 from .stretches import Stretches, stretches
 
-TIME_BYTES = 48  # of one rank: two times and its free memory, and three times beside products; 64-bit integers
+TIME_BYTES = (
+    48  # of one rank: two times and its free memory, and three times beside products; 64-bit integers
+)
 CHANGES = "changes"  # the layer of the row that tells how much weights have changed
 
 MakePolicy = Callable[[BlockWork], BalancePolicy]

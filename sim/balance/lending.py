@@ -17,7 +17,6 @@ from .columns import ColumnShare
 from .rank_work import EVEN, RankWork
 from .share import Share
 
-
 COPIES = ("pack", "join", "unpack")  # last words of the names of what units that move make ranks copy
 
 
