@@ -16,6 +16,8 @@ from .policy import GroupMeasured, Half
 from .work import BlockWork
 
 HALVES = tuple(Half)
+# Of its own units, that a rank must compute for its time to tell what a unit takes: with few it is a kernel's start
+LEAST_UNITS = 0.5
 
 Rows = NDArray[np.float64]  # [between attention's products, between the FFN's, around], ranks
 
@@ -74,15 +76,13 @@ class BesideTracker:
         *,
         counts: Sequence[int],
         fast: Sequence[int],
-        unit_ns: Mapping[Half, Sequence[float]],
     ) -> Beside:
         """Takes a measurement in.
 
         Args:
             assignment: That was in force when it was made.
             counts: [ranks], measurements since a rank's speed has changed.
-            fast: Ranks that are no stragglers.
-            unit_ns: Of products: a rank that computed no unit of a half is as slow beside as in products.
+            fast: Ranks that are no stragglers. One that computes few units is as slow between products as around them.
 
         Raises:
             ValueError: If it is not of as many ranks as the group has.
@@ -96,14 +96,11 @@ class BesideTracker:
         means[:, list(fast)] = _mean(means[:, list(fast)].T)[:, None]
         extras = {}
         for i, half in enumerate(HALVES):
-            of_fast = means[i, fast[0]]
-            filled = [
-                of_fast * unit_ns[half][rank] / unit_ns[half][fast[0]] if np.isnan(mean) else mean
-                for rank, mean in enumerate(means[i])
-            ]
+            slowness = means[-1] / max(1.0, means[-1, fast[0]])
+            filled = np.where(np.isnan(means[i]), slowness * means[i, fast[0]], means[i])
             extras[half] = tuple(
-                Extra(0.0 if np.isnan(unit) else float(unit), float(around) / len(HALVES))
-                for unit, around in zip(filled, means[-1], strict=True)
+                Extra(float(unit), float(around) / len(HALVES))
+                for unit, around in zip(np.nan_to_num(filled), means[-1], strict=True)
             )
         return Beside(extras)
 
@@ -115,7 +112,8 @@ class BesideTracker:
         row: Rows = np.array(lists, dtype=np.float64)
         for i, half in enumerate(HALVES):
             units = np.array([assignment.computed(half, rank) for rank in ranks], dtype=np.float64)
-            row[i] = np.where(units > 0, row[i] / np.maximum(units, 1), np.nan)
+            least = max(1.0, LEAST_UNITS * self._work.units[half])
+            row[i] = np.where(units >= least, row[i] / np.maximum(units, 1), np.nan)
         return row
 
 

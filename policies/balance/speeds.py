@@ -161,7 +161,7 @@ class SpeedTracker:
         of_group = self._noise / math.sqrt(sum(counts[rank] for rank in group))
         error = max((math.hypot(errors[rank], of_group) for rank in self._stragglers), default=of_group)
         stragglers = tuple(sorted(self._stragglers))
-        beside = self._beside.observe(event, assignment, counts=counts, fast=group, unit_ns=unit_ns)
+        beside = self._beside.observe(event, assignment, counts=counts, fast=group)
         return Speeds(unit_ns, stragglers, self._overhead, error, fresh=min(counts) == 1, beside=beside)
 
     # ---- what is measured
