@@ -100,7 +100,7 @@ def test_a_rank_too_many_is_refused() -> None:
 def test_a_straggler_lends_for_its_norms_too(beside: bool, moved: int) -> None:
     """A unit and what goes with it is 1,100 ns, and as much as 4 of them go with nothing.
 
-    Of products alone 4 x 5 = 20 units is what others then have at the most; with the rest 4 (2 + 4) < 21 + 4 < 4 (3 + 4).
+    Of products alone 4 x 5 = 20 units is what others then have at the most; with all 4 (2 + 4) < 21 + 4 < 4 (3 + 4).
     """
     policy = build_balance(BalanceConf(name="migrate", period=1), WORK)
     answer = policy.decide(measured(4, beside=beside))
