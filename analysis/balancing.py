@@ -151,23 +151,33 @@ def _gain_in_words(history: _History) -> str:
     at = history.decided_at
     period = next((each for each in history.periods if at is not None and each.get("step") == at), None)
     predicted = (period or {}).get("predicted_speedup")
-    if predicted is not None and history.in_force != EVEN:
-        told += f"; when that was decided its products were predicted {predicted:.2f} times as fast as an even split's"
     first, last = history.measured[0], history.measured[-1]
-    before_ns, after_ns = _products_ns(first), _products_ns(last)
+    what = (
+        "blocks" if "around_ns" in first else "products"
+    )  # all that these take, or nothing else was measured
+    if predicted is not None and history.in_force != EVEN:
+        told += f"; when that was decided its {what} were predicted {predicted:.2f} times as fast as an even split's"
+    before_ns, after_ns = _blocks_ns(first), _blocks_ns(last)
     if at is not None and last.get("step", (at,))[0] <= at:
         return told + ("; no period was measured since" if told else "")
     if before_ns and after_ns:
         told += (
-            f"; from the first period to the last the products of its slowest ranks went from {before_ns / 1e9:.4g} s "
+            f"; from the first period to the last the {what} of its slowest ranks went from {before_ns / 1e9:.4g} s "
             f"to {after_ns / 1e9:.4g} s a step, {before_ns / after_ns:.2f} times as fast"
         )
     return told
 
 
-def _products_ns(numbers: Mapping[str, tuple[int, ...]]) -> int:
-    """At the end of a half all wait for its slowest rank; 0: not of products."""
-    return sum(max(numbers.get(key, (0,))) for key in ("attention_ns", "ffn_ns"))
+def _blocks_ns(numbers: Mapping[str, tuple[int, ...]]) -> float:
+    """Without communication: at the end of a half all wait for its slowest rank. 0: not of blocks."""
+    found = 0.0
+    for half in ("attention", "ffn"):
+        products = numbers.get(f"{half}_ns", (0,))
+        between, around = (
+            numbers.get(key, (0,) * len(products)) for key in (f"{half}_between_ns", "around_ns")
+        )
+        found += max(sum(of) for of in zip(products, between, (ns / 2 for ns in around), strict=True))
+    return found
 
 
 def _in_words(history: _History, conf: Mapping[str, Any]) -> str:

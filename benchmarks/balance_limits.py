@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from balance_map import blocks_ns
+
 from twinbed.analysis.record import read_record
 from twinbed.conf.compose import Composed, compose
 from twinbed.conf.model_spec import ModelSpec
@@ -336,6 +338,7 @@ def measured_row(
     step_s, none_s = settled_s(result), none["iteration_s"]["p50"]
     steps = none_s / step_s
     predicted = decided(periods)["predicted_speedup"]
+    work_s = sum(max(each) for each in blocks_ns(periods[0])) / 1e9
     return Measured(
         shown(factors),
         policy,
@@ -346,7 +349,7 @@ def measured_row(
         step_s,
         steps,
         steps / ceilings.integral,
-        none_s / (none_s - even_s * (1 - 1 / predicted)),
+        none_s / (none_s - work_s * (1 - 1 / predicted)),
         none_s / (none_s - even_s * (1 - 1 / ceilings.integral)),
         step_s / equal_s,
         group["overhead_s"] / sum(result["iterations_s"]),

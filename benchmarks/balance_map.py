@@ -3,13 +3,14 @@
 Run: python benchmarks/balance_map.py [OUTPUT] [--layers N] [--way WAY]; writes balance_map.csv and balance_map.png
 there (docs/figures by default; of ways by columns balance_map_WAY.csv and .png). Each setting is simulated with nothing
 done and with each policy, until it changes nothing any more: SEMI's ViT-1B on its 8 V100 with stragglers that repeat
-their products, on three kinds of links and with three budgets of accuracy; and two models on 4 A100 and 4 V100.
+their products, or of which everything is slow, on three kinds of links and with three budgets of accuracy; and two
+models on 4 A100 and 4 V100.
 
-What is compared: a policy predicts what all products of a step and the movement that does not hide take, with nothing
-done over with what is in force, when it decides. Of the simulation that is
-`products / (products - (step - step_with_policy))`: all that a policy saves or adds, taken off the slowest ranks'
-products of the first period. On whole steps both are `step / (step - what is saved)`. The naive prediction is the
-lossless ceiling: whole units shared out best, movement free.
+What is compared: a policy predicts what the work of all blocks (products and what is beside them) and the movement that
+does not hide take in a step, with nothing done over with what is in force, when it decides. Of the simulation that is
+`work / (work - (step - step_with_policy))`: all that a policy saves or adds, taken off the slowest ranks' work of the
+first period. On whole steps both are `step / (step - what is saved)`. The naive prediction is the lossless ceiling:
+whole units shared out best, all work goes with them, movement free.
 """
 
 import argparse
@@ -29,8 +30,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from twinbed.conf.compose import Composed, compose
-from twinbed.conf.schema import BalanceConf, Way
-from twinbed.policies.balance import balanced_work
+from twinbed.conf.schema import BalanceConf, SlowdownBy, Way
+from twinbed.policies.balance import Half, balanced_work
 from twinbed.policies.balance.split import lossless_ceiling
 from twinbed.policies.layout import layout_of
 from twinbed.sim.simulate import simulate
@@ -63,6 +64,7 @@ LINKS = {
 }
 CHI = (2, 4, 8)
 STRAGGLERS = (1, 2, 3)
+DEVICES = (1, 3)  # as many of which everything is slow
 BUDGETS_POINTS = (0.0, 0.5, 2.0)
 BETWEEN = {"edr": 12.5e9, "slow": 1.25e9}  # of the links between mixed nodes
 
@@ -91,6 +93,7 @@ class Setting:
         chi: 0: as slow as their kind of device is.
         links: A key of LINKS; of `mixed_group` of BETWEEN.
         way: In which units move.
+        by: What of stragglers is slow: products alone (repeat), or everything (device).
     """
 
     model: str
@@ -100,11 +103,12 @@ class Setting:
     links: str
     budget_points: float
     way: str = Way.paired.value
+    by: str = SlowdownBy.repeat.value
 
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
-    """Over nothing done, of whole steps and of products with movement.
+    """Over nothing done, of whole steps and of the blocks' work with movement.
 
     Args:
         decision: none, prune, migrate or both.
@@ -112,9 +116,9 @@ class Speedup:
     """
 
     step: float
-    products: float
+    work: float
     predicted_step: float
-    predicted_products: float
+    predicted_work: float
     decision: str
     settled: bool
 
@@ -122,13 +126,13 @@ class Speedup:
 @dataclass(frozen=True, slots=True)
 class Row:
     """Args:
-    step_s, products_s: Nothing done: of a step, and of its slowest ranks' products.
-    ceiling: Of products: lossless, whole units, movement free.
+    step_s, work_s: Nothing done: of a step, and of its slowest ranks' work in blocks.
+    ceiling: Of work: lossless, whole units, movement free.
     """
 
     setting: Setting
     step_s: float
-    products_s: float
+    work_s: float
     ceiling: float
     speedups: Mapping[str, Speedup]
 
@@ -171,6 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> bool:
 def settings() -> Iterator[Setting]:
     for chi, stragglers, links, budget in itertools.product(CHI, STRAGGLERS, LINKS, BUDGETS_POINTS):
         yield Setting("vit_1b", "v100_8", chi, stragglers, links, budget)
+    for chi, stragglers, links, budget in itertools.product(CHI, DEVICES, LINKS, BUDGETS_POINTS):
+        yield Setting("vit_1b", "v100_8", chi, stragglers, links, budget, by=SlowdownBy.device.value)
     for model, links, budget in itertools.product(("vit_3b", "gpt"), BETWEEN, BUDGETS_POINTS):
         yield Setting(model, "mixed_group", 0, 4, links, budget)
 
@@ -190,20 +196,35 @@ def row(setting: Setting, layers: int | None = None) -> Row:
     step_s, _ = run(composed, "none", 0.0)
     # what the first period shows is of even work, whoever measures it
     _, (first, *_) = run(composed, "migrate", 0.0)
-    even_ns = [sum(both) for both in zip(first["attention_ns"], first["ffn_ns"], strict=True)]
-    products_s = (max(first["attention_ns"]) + max(first["ffn_ns"])) / 1e9
+    halves_ns = blocks_ns(first)
+    even_ns = [sum(both) for both in zip(*halves_ns, strict=True)]
+    work_s = sum(max(each) for each in halves_ns) / 1e9
     speedups = {}
     for name in POLICIES:
         budget = 0.0 if name == "migrate" else setting.budget_points
         with_s, periods = run(composed, name, budget, way if name != "resize" else Way.paired)
-        speedups[name] = speedup_of(step_s, products_s, with_s, periods)
+        speedups[name] = speedup_of(step_s, work_s, with_s, periods)
     ceiling = lossless_ceiling([took / min(even_ns) for took in even_ns], work)
-    return Row(setting, step_s, products_s, ceiling, speedups)
+    return Row(setting, step_s, work_s, ceiling, speedups)
 
 
-def speedup_of(
-    step_s: float, products_s: float, with_s: float, periods: Sequence[Mapping[str, Any]]
-) -> Speedup:
+def blocks_ns(period: Mapping[str, Any]) -> list[list[float]]:
+    """[halves][ranks], what blocks' work took in a step."""
+    return [
+        [
+            products + between + around / 2
+            for products, between, around in zip(
+                period[f"{half.value}_ns"],
+                period[f"{half.value}_between_ns"],
+                period["around_ns"],
+                strict=True,
+            )
+        ]
+        for half in Half
+    ]
+
+
+def speedup_of(step_s: float, work_s: float, with_s: float, periods: Sequence[Mapping[str, Any]]) -> Speedup:
     """The prediction is that of the decision by which what is in force at the end came to be."""
     actions = periods[-1]["actions"]
     tail = list(
@@ -216,9 +237,9 @@ def speedup_of(
     prunes, moves = "prune" in actions, "migrate" in actions
     return Speedup(
         step=step_s / with_s,
-        products=products_s / (products_s - saved_s),
-        predicted_step=step_s / (step_s - products_s * (1 - 1 / predicted)),
-        predicted_products=predicted,
+        work=work_s / (work_s - saved_s),
+        predicted_step=step_s / (step_s - work_s * (1 - 1 / predicted)),
+        predicted_work=predicted,
         decision="both" if prunes and moves else "prune" if prunes else "migrate" if moves else "none",
         settled=len(tail) >= 3,
     )
@@ -239,7 +260,7 @@ def experiment_of(setting: Setting, layers: int | None) -> Composed:
             f"cluster.intra_node.bandwidth_Bps={links.bandwidth_Bps}",
             f"cluster.intra_node.latency_ns={links.latency_ns}",
             f"cluster.slowdown={{{slow}}}",
-            "cluster.slowdown_by=repeat",
+            f"cluster.slowdown_by={setting.by}",
         )
     composed = compose(
         (
@@ -303,19 +324,18 @@ def verdicts(rows: Sequence[Row]) -> tuple[list[str], bool]:
     for name in POLICIES:
         of_policy = [each.speedups[name] for each in rows]
         pairs[f"{name}, steps"] = [(s.predicted_step, s.step) for s in of_policy]
-        pairs[f"{name}, products and movement"] = [(s.predicted_products, s.products) for s in of_policy]
-    naive = [(each.ceiling, each.semi.products) for each in rows]
+        pairs[f"{name}, work and movement"] = [(s.predicted_work, s.work) for s in of_policy]
+    naive = [(each.ceiling, each.semi.work) for each in rows]
     pairs["lossless ceiling for semi, steps"] = [
-        (each.step_s / (each.step_s - each.products_s * (1 - 1 / each.ceiling)), each.semi.step)
-        for each in rows
+        (each.step_s / (each.step_s - each.work_s * (1 - 1 / each.ceiling)), each.semi.step) for each in rows
     ]
-    pairs["lossless ceiling for semi, products and movement"] = naive
+    pairs["lossless ceiling for semi, work and movement"] = naive
     for name, both in pairs.items():
         errors = [error_of(*pair) for pair in both]
         lines.append(
             f"predicted against measured, {name}: mean {100 * mean(errors):.1f} %, worst {100 * max(errors):.1f} %"
         )
-    off = mean([error_of(*pair) for pair in pairs["semi, products and movement"]])
+    off = mean([error_of(*pair) for pair in pairs["semi, work and movement"]])
     return lines, least.over_better < LEAST or off > MOST_OFF
 
 
@@ -324,17 +344,17 @@ def mean(values: Sequence[float]) -> float:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Speed-ups of whole steps; of SEMI also of products, predicted and measured."""
+    """Speed-ups of whole steps; of SEMI also of work, predicted and measured."""
     lines = [
-        f"{'model':<7}{'chi':>4}{'slow':>5} {'links':<7}{'points':>6} {'SEMI does':<9}{'resize':>7}{'migrate':>8}"
-        f"{'semi':>7}{'ratio':>7} | {'products':>8} {'predicted':>9}{'ceiling':>8}"
+        f"{'model':<7}{'slow':<7}{'chi':>4}{'slow':>5} {'links':<7}{'points':>6} {'SEMI does':<9}{'resize':>7}{'migrate':>8}"
+        f"{'semi':>7}{'ratio':>7} | {'work':>8} {'predicted':>9}{'ceiling':>8}"
     ]
     for each in rows:
         at, semi = each.setting, each.semi
         lines.append(
-            f"{at.model:<7}{at.chi or '-':>4}{at.stragglers:>5} {at.links:<7}{at.budget_points:>6g} "
+            f"{at.model:<7}{at.by if at.chi else '-':<7}{at.chi or '-':>4}{at.stragglers:>5} {at.links:<7}{at.budget_points:>6g} "
             f"{semi.decision:<9}{each.speedups['resize'].step:>7.2f}{each.speedups['migrate'].step:>8.2f}"
-            f"{semi.step:>7.2f}{each.over_better:>7.3f} | {semi.products:>8.2f} {semi.predicted_products:>9.2f}"
+            f"{semi.step:>7.2f}{each.over_better:>7.3f} | {semi.work:>8.2f} {semi.predicted_work:>9.2f}"
             f"{each.ceiling:>8.2f}"
         )
     return "\n".join(lines)
@@ -343,18 +363,20 @@ def table(rows: Sequence[Row]) -> str:
 def write_csv(rows: Sequence[Row], path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        kinds = ("step", "products", "predicted_step", "predicted_products", "decision")
+        kinds = ("step", "work", "predicted_step", "predicted_work", "decision")
         writer.writerow(
             [
-                *("model", "cluster", "chi", "stragglers", "links", "budget_points"),
-                *("step_ms", "products_ms", "ceiling"),
+                *("model", "cluster", "slowdown_by", "chi", "stragglers", "links", "budget_points"),
+                *("step_ms", "work_ms", "ceiling"),
                 *(f"{name}_{kind}" for name in POLICIES for kind in kinds),
             ]
         )
         for each in rows:
             at = each.setting
-            found: list[object] = [at.model, at.cluster, at.chi, at.stragglers, at.links, at.budget_points]
-            found += [f"{each.step_s * 1e3:.5g}", f"{each.products_s * 1e3:.5g}", f"{each.ceiling:.4g}"]
+            by = at.by if at.chi else ""
+            found: list[object] = [at.model, at.cluster, by, at.chi, at.stragglers]
+            found += [at.links, at.budget_points]
+            found += [f"{each.step_s * 1e3:.5g}", f"{each.work_s * 1e3:.5g}", f"{each.ceiling:.4g}"]
             for name in POLICIES:
                 values = [getattr(each.speedups[name], kind) for kind in kinds]
                 found += [value if isinstance(value, str) else f"{value:.4g}" for value in values]
@@ -365,7 +387,9 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def map_figure(rows: Sequence[Row]) -> Figure:
-    """Left what SEMI does, by links, budget, chi and number of stragglers; right its predictions."""
+    """Left what SEMI does where products alone are slow, by links, budget, chi and number of stragglers; right its
+    predictions, of all settings.
+    """
     figure = Figure(figsize=(13, 7.4), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=(1.5, 1))
     grid = left.subplots(len(LINKS), len(BUDGETS_POINTS), sharex=True, sharey=True)
@@ -391,7 +415,11 @@ def map_figure(rows: Sequence[Row]) -> Figure:
 
 
 def _cells(axes: Axes, rows: Sequence[Row]) -> None:
-    own = {(r.setting.stragglers, r.setting.chi): r for r in rows if r.setting.cluster == "v100_8"}
+    own = {
+        (r.setting.stragglers, r.setting.chi): r
+        for r in rows
+        if r.setting.cluster == "v100_8" and r.setting.by == SlowdownBy.repeat.value
+    }
     words = list(DECISIONS)
     colours = [[words.index(own[n, chi].semi.decision) for chi in CHI] for n in STRAGGLERS]
     axes.imshow(
@@ -411,8 +439,8 @@ def _predictions(axes: Axes, rows: Sequence[Row]) -> None:
     for name, (colour, marker, size) in SHOWN.items():
         own = [each.speedups[name] for each in rows]
         axes.plot(
-            [s.products for s in own],
-            [s.predicted_products for s in own],
+            [s.work for s in own],
+            [s.predicted_work for s in own],
             linestyle="none",
             marker=marker,
             markersize=size,
@@ -421,7 +449,7 @@ def _predictions(axes: Axes, rows: Sequence[Row]) -> None:
             label=f"{name}, as it predicted",
         )
     axes.plot(
-        [each.semi.products for each in rows],
+        [each.semi.work for each in rows],
         [each.ceiling for each in rows],
         linestyle="none",
         marker="x",
@@ -445,7 +473,7 @@ def _predictions(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("measured speed-up of products and movement (simulation)")
+    axes.set_xlabel("measured speed-up of work and movement (simulation)")
     axes.set_ylabel("predicted")
     axes.legend(loc="upper left", fontsize=9, frameon=False)
 

@@ -272,7 +272,7 @@ def test_our_kernels_do_not_shadow_an_installed_package(tmp_path: Path) -> None:
         "    return ZeroComm(name='mine', ranks_per_node=ranks_per_node)\n"
     )
     done = twinbed(
-        "target=both",
+        "target=runtime",
         f"comm.policy={policy}:Mine",
         "cluster.devices_per_node=1",
         "model.layers=1",

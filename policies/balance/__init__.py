@@ -28,12 +28,13 @@ from .policy import (
     is_balance_event,
     parse_balance_event,
 )
-from .product_cost import KEPT, sizes_of
+from .product_cost import FEW_KEPT, KEPT, sizes_of
 from .shares import ReplicasMeasured, ShareBlocks, ShareSequences, StagesMeasured, replica_ns
 from .split import least_room_bytes
 from .work import BlockWork, Product, block_work, column_work
 
 __all__ = [
+    "FEW_KEPT",
     "KEPT",
     "LEND_STREAM",
     "MEASURE_STREAM",

@@ -40,21 +40,25 @@ class AccuracyBudget:
     def allows(self, ratios: Iterable[float]) -> bool:
         return sum(self.points(ratio) for ratio in ratios if ratio) <= self._budget + 1e-9
 
-    def to_level(self, times_ns: Mapping[int, float], goal_ns: float) -> dict[int, float]:
+    def to_level(
+        self, times_ns: Mapping[int, float], goal_ns: float, beside_ns: Mapping[int, float] | None = None
+    ) -> dict[int, float]:
         """Ratios that bring ranks to `goal_ns`, or to the earliest common time that the budget allows.
 
-        gamma = clip((T - T*) / M, 0, max_ratio); all of T is products, so M = T.
+        gamma = clip((T - T*) / M, 0, max_ratio); M is products, and T has what is beside them too.
 
         Args:
-            times_ns: Of each rank in question, nothing pruned.
+            times_ns: Of the products of each rank in question, nothing pruned.
+            beside_ns: What each does beside; None: nothing.
         """
-        slowest = max(times_ns.values(), default=0.0)
+        beside = dict.fromkeys(times_ns, 0.0) if beside_ns is None else beside_ns
+        slowest = max((time_ns + beside[rank] for rank, time_ns in times_ns.items()), default=0.0)
         if goal_ns >= slowest:
             return dict.fromkeys(times_ns, 0.0)
 
         def ratios(level_ns: float) -> dict[int, float]:
             return {
-                rank: cut_ratio(min(self._max_ratio, max(0.0, 1 - level_ns / time_ns)))
+                rank: cut_ratio(min(self._max_ratio, max(0.0, 1 - (level_ns - beside[rank]) / time_ns)))
                 for rank, time_ns in times_ns.items()
             }
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .assignment import Assignment
+from .beside import NOTHING, Beside, Extra
 from .column_costs import column_half_ns
 from .movement_cost import ColumnsCost, MovementCost
 from .policy import Half
@@ -44,30 +45,36 @@ def half_times(
     unit_ns: Sequence[float],
     lending: Lending,
     cost: MovementCost | ColumnsCost,
-    beside: Sequence[float],
+    pruning: Sequence[float],
     product: ProductCost,
+    extras: Sequence[Extra],
 ) -> HalfTimes:
     """Of ranks that take `unit_ns` for a unit of all blocks in a step, with what they prune taken off.
 
     Args:
-        beside: [ranks], what else a rank does, in the time of so many units.
+        pruning: [ranks], what it takes beside (`pruning_units`), in the time of so many units.
         product: What units take by their number; not asked for by columns.
+        extras: [ranks], beside products; not asked for by columns.
     """
     if isinstance(cost, ColumnsCost):
-        return HalfTimes(column_half_ns(work, half, unit_ns, lending, cost, beside), 0.0, 0.0)
+        return HalfTimes(column_half_ns(work, half, unit_ns, lending, cost, pruning), 0.0, 0.0)
     own, parts = work.units[half], work.blocks * work.passes
     alone = with_borrowed = 0.0
-    for time_ns, lent, borrowed, more in zip(unit_ns, lending.lent, lending.borrowed, beside, strict=True):
+    for time_ns, lent, borrowed, more, extra in zip(
+        unit_ns, lending.lent, lending.borrowed, pruning, extras, strict=True
+    ):
+        units = own - lent + borrowed
+        took_ns = time_ns * (product.effort(units) + more) + extra.ns(units)
         if borrowed:
-            with_borrowed = max(with_borrowed, time_ns * (product.effort(own + borrowed) + more))
+            with_borrowed = max(with_borrowed, took_ns)
         else:
-            alone = max(alone, time_ns * (product.effort(own - lent) + more))
+            alone = max(alone, took_ns)
     return HalfTimes(alone / parts, with_borrowed / parts, cost.one_way_ns(lending))
 
 
-def beside_pruned(product: ProductCost, kept: float, overhead: float) -> float:
+def pruning_units(product: ProductCost, kept: float, overhead: float) -> float:
     """What a rank that keeps a share of its columns does beside its units, in the time of so many of them, pruned."""
-    return overhead * product.own / product.left_of(kept) if kept < 1 else 0.0
+    return (overhead + product.flat_of(kept)) * product.own / product.left_of(kept) if kept < 1 else 0.0
 
 
 def all_reduce_ns(work: BlockWork, movement: Movement) -> float:
@@ -140,8 +147,9 @@ def predicted_ns(
     movement: Movement,
     overhead: float = 0.0,
     products: Products | None = None,
+    beside: Beside = NOTHING,
 ) -> float:
-    """Of the products of all blocks of a stage in one step, with what movement adds.
+    """Of all blocks of a stage in one step: products and what ranks do beside them, with what movement adds.
 
     Args:
         unit_ns: [ranks] for each half, of a unit of all blocks in a step, nothing pruned.
@@ -168,8 +176,9 @@ def predicted_ns(
                 ],
                 lending[half],
                 movement.get(half, MovementCost()),
-                [beside_pruned(product, share, overhead) for share in kept],
+                [pruning_units(product, share, overhead) for share in kept],
                 product,
+                beside.of(half, work),
             )
         total += block_ns(times[Half.attention], times[Half.ffn], ahead=work.ahead, reduce_ns=reduce_ns)
     return total / unlike * work.blocks * work.passes

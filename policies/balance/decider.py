@@ -68,7 +68,7 @@ class Decider(ABC):
 
     @property
     def predicted_speedup(self) -> float:
-        """Of the last decision: predicted time of all products with nothing done, over that with what is in force."""
+        """Of the last decision: predicted time of all blocks with nothing done, over that with what is in force."""
         return self._speedup
 
     @abstractmethod
@@ -98,7 +98,9 @@ class Decider(ABC):
             moves, ratios = self._answer(speeds, room_for_units(self._work, event.free_bytes, borrowed))
             wanted = self._assignment(moves, ratios)
         even_ns, now_ns, wanted_ns = (
-            predicted_ns(assignment, speeds.unit_ns, self._movement, speeds.overhead, self._products)
+            predicted_ns(
+                assignment, speeds.unit_ns, self._movement, speeds.overhead, self._products, speeds.beside
+            )
             for assignment in (Assignment(self._work), self._in_force, wanted)
         )
         if wanted.actions == self._in_force.actions or not (

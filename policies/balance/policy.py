@@ -82,6 +82,7 @@ class ProductsTimed:
         units_ns: [sizes][ranks].
         kept: [shares], ascending, < 1; (): nothing is pruned.
         kept_ns: [shares][ranks].
+        few_kept_ns: [ranks], of the fewest units, with half of their columns; (): not timed.
     """
 
     half: Half
@@ -89,6 +90,7 @@ class ProductsTimed:
     units_ns: tuple[tuple[int, ...], ...]
     kept: tuple[float, ...] = ()
     kept_ns: tuple[tuple[int, ...], ...] = ()
+    few_kept_ns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +102,24 @@ class GroupMeasured:
         attention_ns, ffn_ns: [ranks], what the products of that half of all blocks took, of one step, mean over the
             period; waiting left out.
         free_bytes: [ranks], of memory.
+        attention_between_ns, ffn_between_ns: [ranks], what a rank did between the two products of that half, such as
+            attention itself or the activation: it goes with units, whatever columns are left out. (): not measured.
+        around_ns: [ranks], what it did around them, both halves together, such as norms: it goes with nothing.
     """
 
     step: int
     attention_ns: tuple[int, ...]
     ffn_ns: tuple[int, ...]
     free_bytes: tuple[int, ...]
+    attention_between_ns: tuple[int, ...] = ()
+    ffn_between_ns: tuple[int, ...] = ()
+    around_ns: tuple[int, ...] = ()
 
     def time_ns(self, half: Half) -> tuple[int, ...]:
         return self.attention_ns if half is Half.attention else self.ffn_ns
+
+    def between_ns(self, half: Half) -> tuple[int, ...]:
+        return self.attention_between_ns if half is Half.attention else self.ffn_between_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +210,8 @@ def describe_balance_event(event: BalanceEvent) -> str:
     shown = []
     for f in fields(event):
         value = getattr(event, f.name)
+        if value == () and f.default == ():
+            continue
         if isinstance(value, Half):
             value = value.value
         elif isinstance(value, tuple):
@@ -245,13 +258,14 @@ def parse_balance_event(text: str) -> BalanceEvent:
             int(values["lenders"]),
         )
     if name == "ProductsTimed":
-        kept = values["kept"]
+        kept = values.get("kept")
         return ProductsTimed(
             Half(values["half"]),
             _ints(values["units"]),
             _times(values["units_ns"]),
             tuple(float(share) for share in kept.split("/")) if kept else (),
             _times(values["kept_ns"]) if kept else (),
+            _ints(values["few_kept_ns"]) if "few_kept_ns" in values else (),
         )
     if name == "StagesMeasured":
         first_ns, last_ns = _ints(values["ends_ns"])
@@ -260,9 +274,8 @@ def parse_balance_event(text: str) -> BalanceEvent:
     if name == "ReplicasMeasured":
         return ReplicasMeasured(step, _ints(values["compute_ns"]), _ints(values["room"]))
     if name == "GroupMeasured":
-        return GroupMeasured(
-            step, _ints(values["attention_ns"]), _ints(values["ffn_ns"]), _ints(values["free_bytes"])
-        )
+        lists = (_ints(values[f.name]) if f.name in values else () for f in fields(GroupMeasured)[1:])
+        return GroupMeasured(step, *lists)
     changes = tuple(
         tuple(float(number) for number in each.split(":")) for each in values["changes"].split("/")
     )

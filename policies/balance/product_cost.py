@@ -7,16 +7,17 @@ with few units takes longer for each, and is not slow for that.
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from .policy import Half, ProductsTimed
 from .work import BlockWork
 
 SIZES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0, 5 / 4, 3 / 2)  # of a rank's own units, that are timed
-KEPT = (0.25, 0.5, 0.75)  # shares of columns
+KEPT = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # shares of columns
+FEW_KEPT = 1 / 2  # of the fewest units
 LEAST_SLOPE = 0.1  # of a rank's time at even work that a unit more adds, by the time of a unit then
-LEAST_LEFT = 0.5  # of the time with the fewest columns, that is left without any
+LEAST_LEFT = 0.5  # of the time with the fewest columns, that is left without any, at the least
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class ProductCost:
         own: Units of a rank.
         units, efforts: [sizes], ascending; () takes time for proportional to units.
         kept, left: [kept], ascending: of products with so many of their columns, share of the whole ones' time.
+        flat: What of the cost of pruning is there however few of its units a rank computes: of inputs columns are
+            gathered and scattered that all units share.
     """
 
     own: int
@@ -34,6 +37,7 @@ class ProductCost:
     efforts: tuple[float, ...] = ()
     kept: tuple[float, ...] = ()
     left: tuple[float, ...] = ()
+    flat: float = 0.0
 
     def effort(self, units: int) -> float:
         """Of products of so many units, whole."""
@@ -66,16 +70,27 @@ class ProductCost:
         """What a rank that keeps a share of its columns takes beyond it, by the time of its own units unpruned."""
         if kept >= 1 or not self.kept:
             return 0.0
-        at, left = (0.0, *self.kept), (self.left[0] * LEAST_LEFT, *self.left)
+        at, left = (0.0, *self.kept), (self._left_without_any, *self.left)
         if kept <= self.kept[-1]:
             return max(0.0, _between(at, left, kept) - kept)
         # not to the time of whole products: columns are gathered and scattered however many are left
         slope = (left[-1] - left[-2]) / (at[-1] - at[-2])
         return max(0.0, left[-1] + slope * (kept - at[-1]) - kept)
 
+    @property
+    def _left_without_any(self) -> float:
+        if len(self.kept) < 2:
+            return self.left[0] * LEAST_LEFT
+        slope = (self.left[1] - self.left[0]) / (self.kept[1] - self.kept[0])
+        return max(self.left[0] * LEAST_LEFT, self.left[0] - slope * self.kept[0])
+
     def left_of(self, kept: float) -> float:
-        """Of the time of whole products, what those with a share of their columns take."""
-        return kept + self.pruning(kept)
+        """Of the time of whole products of any units, what those with a share of their columns take."""
+        return kept + (1 - self.flat) * self.pruning(kept)
+
+    def flat_of(self, kept: float) -> float:
+        """What comes to that, by the time of a rank's own units unpruned."""
+        return self.flat * self.pruning(kept)
 
 
 Products = Mapping[Half, ProductCost]  # what is not in it is proportional
@@ -100,20 +115,32 @@ def fit_products(timed: ProductsTimed, work: BlockWork) -> ProductCost:
     """
     own = work.units[timed.half]
     sizes = ((timed.units, timed.units_ns), (timed.kept, timed.kept_ns))
+    few = (timed.few_kept_ns,) if timed.few_kept_ns else ()
     if own not in timed.units or any(
-        len(each) != len(times) or any(len(ranks) != work.ranks for ranks in times) for each, times in sizes
+        len(each) != len(times) or any(len(ranks) != work.ranks for ranks in (*times, *few))
+        for each, times in sizes
     ):
         raise ValueError(
             f"{timed}: must have {work.ranks} times for each size, and {own} units among the sizes"
         )
     even_ns = [max(1, time_ns) for time_ns in timed.units_ns[timed.units.index(own)]]
-    return ProductCost(
+    cost = ProductCost(
         own,
         timed.units,
         _rising([own * _ratio(times, even_ns) for times in timed.units_ns]),
         timed.kept,
         _rising([_ratio(times, even_ns) for times in timed.kept_ns]),
     )
+    return replace(cost, flat=_flat(cost, timed, even_ns))
+
+
+def _flat(cost: ProductCost, timed: ProductsTimed, even_ns: Sequence[int]) -> float:
+    """From what pruning costs with few units and with a rank's own."""
+    few, of_own = timed.units[0] / cost.own, cost.pruning(FEW_KEPT)
+    if not timed.few_kept_ns or few >= 1 or of_own <= 0:
+        return 0.0
+    of_few = _ratio(timed.few_kept_ns, even_ns) - FEW_KEPT * cost.effort(timed.units[0]) / cost.own
+    return min(1.0, max(0.0, (of_few / of_own - few) / (1 - few)))
 
 
 def _ratio(times_ns: Sequence[int], even_ns: Sequence[int]) -> float:

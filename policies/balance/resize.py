@@ -34,9 +34,12 @@ def resize_ratios(
     """
     if conf.ratio is not None:
         return budget.of_all(speeds.stragglers, conf.ratio)
-    times = speeds.even_ns(work)
-    goal_ns = min(times) if conf.goal is Goal.fastest else sum(times) / len(times)
-    found = budget.to_level({rank: times[rank] for rank in speeds.stragglers}, goal_ns)
+    times, beside_ns = speeds.even_ns(work), speeds.beside.even_ns(work)
+    all_ns = [sum(both) for both in zip(times, beside_ns, strict=True)]
+    goal_ns = min(all_ns) if conf.goal is Goal.fastest else sum(all_ns) / len(all_ns)
+    found = budget.to_level(
+        {rank: times[rank] for rank in speeds.stragglers}, goal_ns, dict(enumerate(beside_ns))
+    )
 
     def beside(rank: int, ratio: float) -> float:
         """Of a rank's time at even work."""

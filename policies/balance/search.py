@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .assignment import moves
-from .costs import HalfTimes, Movement, all_reduce_ns, beside_pruned, block_ns, half_times
+from .costs import HalfTimes, Movement, all_reduce_ns, block_ns, half_times, pruning_units
 from .movement_cost import MovementCost
 from .policy import Half, Migrate
 from .product_cost import Products, product_cost
@@ -103,25 +103,33 @@ class Search:
             time_ns * product.left_of(share)
             for time_ns, share in zip(self._speeds.unit_ns[half], kept, strict=True)
         ]
-        beside = [beside_pruned(product, share, overhead) for share in kept]
+        pruning = [pruning_units(product, share, overhead) for share in kept]
+        extras = self._speeds.beside.of(half, work)
         # a rank that computed nothing at all would never be seen to recover
         at_least = max(int(half is Half.ffn), work.least_kept)
         room = self._room[half]
         if work.by_columns:
             room = [0 if ratios.get(rank) else units for rank, units in enumerate(room)]
         # a share of each rank's time goes with units, the other is beside
+        lent_ns = [
+            time_ns * product.slope + extra.unit_ns for time_ns, extra in zip(unit_ns, extras, strict=True)
+        ]
+        fixed_ns = [
+            time_ns * (more + product.fixed) + extra.fixed_ns
+            for time_ns, more, extra in zip(unit_ns, pruning, extras, strict=True)
+        ]
         lendings = lend(
-            [time_ns * product.slope for time_ns in unit_ns],
+            lent_ns,
             work.units[half],
             room,
             shares,
             at_least=at_least,
-            beside=[(more + product.fixed) / product.slope for more in beside],
+            beside=[fixed / each for fixed, each in zip(fixed_ns, lent_ns, strict=True)],
         )
         return [
             (
                 lending,
-                half_times(work, half, unit_ns, lending, cost, beside, product),
+                half_times(work, half, unit_ns, lending, cost, pruning, product, extras),
                 sum(lending.lent) * work.unit_bytes(half),
             )
             for lending in dict.fromkeys(lendings)

@@ -37,23 +37,24 @@ def pruning_candidates(
     Which stragglers prune: all, the slowest few, or the least slow few (the others can still lend). How much: they are
     brought to a common time, in steps down to that of the fastest ranks or the earliest that the budget allows.
     """
-    times = speeds.even_ns(work)
+    times, beside_ns = speeds.even_ns(work), dict(enumerate(speeds.beside.even_ns(work)))
+    all_ns = [time_ns + beside_ns[rank] for rank, time_ns in enumerate(times)]
     slow = sorted(speeds.stragglers, key=lambda rank: (-times[rank], rank))
     counts = sorted({1, len(slow) // 2, len(slow) - 1} - {0, len(slow)})
     subsets = [slow] + [slow[:count] for count in counts] + [slow[-count:] for count in counts]
     found: list[dict[int, float]] = [{}]
     for subset in subsets:
         of_subset = {rank: times[rank] for rank in subset}
-        best = budget.to_level(of_subset, min(times))
-        slowest = max(of_subset.values())
+        best = budget.to_level(of_subset, min(all_ns), beside_ns)
+        slowest = max(all_ns[rank] for rank in subset)
         # the common time that these ratios come to
-        level_ns = max(times[rank] * (1 - ratio) for rank, ratio in best.items())
+        level_ns = max(times[rank] * (1 - ratio) + beside_ns[rank] for rank, ratio in best.items())
         steps = STEPS if len(subset) == len(slow) else SUBSET_STEPS
         for step in range(1, steps + 1):
             ratios = (
                 best
                 if step == steps
-                else budget.to_level(of_subset, slowest - (slowest - level_ns) * step / steps)
+                else budget.to_level(of_subset, slowest - (slowest - level_ns) * step / steps, beside_ns)
             )
             pruning = {rank: ratio for rank, ratio in ratios.items() if ratio}
             if pruning and pruning not in found:

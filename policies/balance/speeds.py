@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .assignment import Assignment, kept_columns
+from .beside import NOTHING, Beside, BesideTracker
 from .policy import GroupMeasured, Half
-from .product_cost import Products, product_cost
+from .product_cost import ProductCost, Products, product_cost
 from .work import BlockWork, Product
 
 HALVES = tuple(Half)
@@ -64,6 +65,7 @@ class Speeds:
             without what `ProductCost.pruning` has of it.
         error: Standard error of the ratio of a straggler's time to that of the others; the largest.
         fresh: Whether of some rank nothing but the last measurement is known: its speed has just changed.
+        beside: What ranks do beside products.
     """
 
     unit_ns: Mapping[Half, tuple[float, ...]]
@@ -71,9 +73,10 @@ class Speeds:
     overhead: float
     error: float
     fresh: bool
+    beside: Beside = NOTHING
 
     def even_ns(self, work: BlockWork) -> tuple[float, ...]:
-        """[ranks], of one step, with what an even split without pruning gives each."""
+        """[ranks], of one step, of the products that an even split without pruning gives each."""
         return tuple(
             sum(work.units[half] * self.unit_ns[half][rank] for half in HALVES) for rank in range(work.ranks)
         )
@@ -128,6 +131,7 @@ class SpeedTracker:
         self._faster: frozenset[int] = frozenset()  # at the last measurement
         self._stragglers: frozenset[int] = frozenset()
         self._squares, self._weight = PRIOR_WEIGHT * PRIOR_NOISE**2, PRIOR_WEIGHT
+        self._beside = BesideTracker(work, WINDOW)
 
     def observe(self, event: GroupMeasured, assignment: Assignment) -> Speeds:
         """Takes a measurement in.
@@ -157,7 +161,8 @@ class SpeedTracker:
         of_group = self._noise / math.sqrt(sum(counts[rank] for rank in group))
         error = max((math.hypot(errors[rank], of_group) for rank in self._stragglers), default=of_group)
         stragglers = tuple(sorted(self._stragglers))
-        return Speeds(unit_ns, stragglers, self._overhead, error, fresh=min(counts) == 1)
+        beside = self._beside.observe(event, assignment, counts=counts, fast=group)
+        return Speeds(unit_ns, stragglers, self._overhead, error, fresh=min(counts) == 1, beside=beside)
 
     # ---- what is measured
 
@@ -179,10 +184,11 @@ class SpeedTracker:
         )
         kept = np.array([[kept_share(assignment, half, rank) for rank in ranks] for half in HALVES])
         kept = np.where(computed > 0, kept, 1.0)
-        left = np.array(
-            [[products[half].left_of(share) for share in kept[i]] for i, half in enumerate(HALVES)]
+        left, flat = (
+            np.array([[of(products[half], share) for share in kept[i]] for i, half in enumerate(HALVES)])
+            for of in (ProductCost.left_of, ProductCost.flat_of)
         )
-        done = Done(computed * left, kept)
+        done = Done(computed * left + np.where(computed > 0, flat, 0.0), kept)
         units = np.array([[work.units[half]] for half in HALVES])
         times_ns = np.maximum(np.array([event.time_ns(half) for half in HALVES], dtype=np.float64), 1.0)
         return self._filled(np.log(times_ns / units) - done.log_work(self._overhead)), done

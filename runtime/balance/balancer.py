@@ -166,11 +166,16 @@ class Balancer:
 
     def _measure(self, step: int) -> None:
         began = time.perf_counter()
-        took_ns, steps, self._since = self._stopwatch.read(), self._since, 0
-        own = [took_ns[half] // steps for half in (Half.attention, Half.ffn)]
-        told = self._of_all(torch.tensor([*own, self._free_bytes()], device=self._device), "").tolist()
+        took, steps, self._since = self._stopwatch.read(), self._since, 0
+        products = [took.products[half] // steps for half in Half]
+        beside = [took.between[half] // steps for half in Half] + [took.around // steps]
+        own = torch.tensor([*products, self._free_bytes(), *beside], device=self._device)
+        told = self._of_all(own, "").tolist()
         gathered = time.perf_counter()
-        event = GroupMeasured(step + 1, *(tuple(column) for column in zip(*told, strict=True)))
+        columns = [tuple(column) for column in zip(*told, strict=True)]
+        if self.assignment.work.by_columns:  # what is between products has movement in it
+            columns = columns[: -len(beside)]
+        event = GroupMeasured(step + 1, *columns)
         self._decide(event)
         self.report.gather_s.append(gathered - began)
         self.report.decide_s.append(time.perf_counter() - gathered)
@@ -179,6 +184,9 @@ class Balancer:
                 "step": step + 1,
                 "attention_ns": list(event.attention_ns),
                 "ffn_ns": list(event.ffn_ns),
+                "attention_between_ns": list(event.attention_between_ns),
+                "ffn_between_ns": list(event.ffn_between_ns),
+                "around_ns": list(event.around_ns),
                 "free_bytes": list(event.free_bytes),
                 "actions": describe_balance_actions(self.assignment.actions),
                 "predicted_speedup": getattr(self._policy, "predicted_speedup", None),

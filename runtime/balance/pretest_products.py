@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.pruned import pruned_matmul
-from ...policies.balance import KEPT, Half, Product, ProductsTimed, kept_columns, sizes_of
+from ...policies.balance import FEW_KEPT, KEPT, Half, Product, ProductsTimed, kept_columns, sizes_of
 from ...policies.mesh import TENSOR
 from ..layout.pace import Rate
 from .balanced import Balanced
@@ -37,8 +37,11 @@ def time_products(balanced: Balanced, *, device: torch.device) -> list[ProductsT
             dist.barrier()
             own = [_half_ns(balanced, rate, half, units, 1.0, device) for units in sizes]
             own += [_half_ns(balanced, rate, half, work.units[half], share, device) for share in kept]
+            if kept and conf.moves:
+                own.append(_half_ns(balanced, rate, half, sizes[0], FEW_KEPT, device))
             told = _of_all(balanced, torch.tensor(own, device=device))
-            found.append(ProductsTimed(half, sizes, told[: len(sizes)], kept, told[len(sizes) :]))
+            whole, pruned = told[: len(sizes)], told[len(sizes) :]
+            found.append(ProductsTimed(half, sizes, whole, kept, pruned[: len(kept)], *pruned[len(kept) :]))
     return found
 
 
@@ -61,7 +64,7 @@ def _half_ns(
         rate.stopwatch.read()
         for x, weight in operands:
             _multiply(rate, half, x, weight, share)
-        times.append(rate.stopwatch.read()[half])
+        times.append(rate.stopwatch.read().products[half])
     return int(median(times[1:]))
 
 

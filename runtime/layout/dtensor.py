@@ -24,11 +24,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn import functional
 
+from ...policies.balance import Half
 from ...policies.layout import ParallelLayout
 from ...policies.layout.common import LAYER_STREAM
 from ...policies.layout.layers import Kind, Layer, Role
 from ...policies.mesh import TENSOR
 from ..balance.products import BalancedProduct
+from ..balance.stopwatch import Stopwatch
 from ..ledger import Ledger, Library
 from .modules import Source, Together, replace_call
 from .pace import Rate, linear_flop
@@ -63,7 +65,9 @@ def parallelize(
         rate: Of products; None: they take the time that they take.
         balanced: Of a block in a tensor group that is balanced.
     """
-    scope = _Scope(ledger, Library(LAYER_STREAM, label, TENSOR))
+    scope = _Scope(
+        ledger, Library(LAYER_STREAM, label, TENSOR), rate, None if balanced is None else balanced.half
+    )
     call = _Words if layer.kind is Kind.embedding else _Rows if layer.role is Role.rows else _Columns
     compute = call(mesh, scope, tuple(weights), tuple(biases), rate, balanced)
     members = (layer, *layer.others)
@@ -91,13 +95,19 @@ class _Calls(ParallelStyle):
 class _Scope:
     """In whose rows a layer's communication is: forward's within `forward`, backward's between that of what `begins`
     and that of what `ends` with it.
+
+    Of a product of a balanced `half` a stopwatch is told when forward has come to it, and when sums are there.
     """
 
     ledger: Ledger
     rows: Library
+    rate: Rate | None = None
+    half: Half | None = None
 
     @contextmanager
     def forward(self) -> Iterator[None]:
+        if self._stopwatch is not None and self.half is not None and torch.is_grad_enabled():
+            self._stopwatch.reaches(self.half)
         before = self.ledger.library
         self.ledger.library = self.rows
         try:
@@ -115,11 +125,18 @@ class _Scope:
         ended: Tensor = _Ends.apply(self, x)  # type: ignore[no-untyped-call]
         return ended
 
-    def arrived(self, x: Tensor) -> Tensor:
+    def arrived(self, x: Tensor, *, backward: bool = False) -> Tensor:
         """The tensor itself, when its collective has ended."""
         there: Tensor = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
         self.ledger.library_over()
+        trains = backward or torch.is_grad_enabled()
+        if self._stopwatch is not None and self.half is not None and trains:
+            self._stopwatch.sum_arrives(self.half, backward=backward)
         return there
+
+    @property
+    def _stopwatch(self) -> Stopwatch | None:
+        return None if self.rate is None else self.rate.stopwatch
 
 
 class _Begins(torch.autograd.Function):
@@ -143,7 +160,7 @@ class _Ends(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[None, Tensor]:
-        dx = ctx.scope.arrived(dx)
+        dx = ctx.scope.arrived(dx, backward=True)
         ctx.scope.ledger.library = None
         return None, dx
 

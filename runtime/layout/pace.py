@@ -37,7 +37,7 @@ class Rate:
         flop_per_s: Of the device that the CPU stands for; where the CPU is slower, its own time stands. None: work
             takes the time that it takes.
         straggler: Makes this rank slow.
-        stopwatch: Told of the products of balanced blocks.
+        stopwatch: Told of the products of balanced blocks, and of the sums behind them.
         synchronize: Waits for the device, where work runs asynchronously.
     """
 
@@ -143,12 +143,14 @@ class _Timer:
         self._stopwatch = rate.stopwatch if half is not None and torch.is_grad_enabled() else None
         self.flop = 0.0
         self._mark: Mark | None = None
+        self._backward = False
         self._begins()
 
     def forward_ends(self) -> None:
         self._over(self.flop)
 
     def backward_begins(self) -> None:
+        self._backward = True
         self._begins()
         if not self._ends:  # no input has a gradient, so nobody says when it is over
             self.backward_ends()
@@ -158,13 +160,13 @@ class _Timer:
 
     def _begins(self) -> None:
         self._began_ns = time.monotonic_ns()
-        if self._stopwatch is not None:
-            self._mark = self._stopwatch.mark()
+        if self._stopwatch is not None and self._half is not None:
+            self._mark = self._stopwatch.begins(self._half, backward=self._backward)
 
     def _over(self, flop: float) -> None:
         self._rate.end(self._began_ns, flop)
         if self._stopwatch is not None and self._half is not None and self._mark is not None:
-            self._stopwatch.add(self._half, self._mark)
+            self._stopwatch.ends(self._half, self._mark, backward=self._backward)
 
 
 class _Enter(torch.autograd.Function):

@@ -31,12 +31,15 @@ from ..program import Program
 from .rank_work import RankWork, rank_work
 from .recorded import Recorded, recorded_by_group
 from .share import PRODUCTS
+from .stretches import Stretches, stretches
 
-TIME_BYTES = 24  # of one rank: two times and its free memory, 64-bit integers
+TIME_BYTES = (
+    48  # of one rank: two times and its free memory, and three times beside products; 64-bit integers
+)
 CHANGES = "changes"  # the layer of the row that tells how much weights have changed
 
 MakePolicy = Callable[[BlockWork], BalancePolicy]
-Took = tuple[int, int]  # nanoseconds of a rank's products, by half
+Took = tuple[int, ...]  # nanoseconds of a rank: products, by half; between them, by half; around them
 
 
 @dataclass(slots=True)
@@ -102,7 +105,7 @@ class Balancer:
         ]
         self._of = {rank: (group, place) for group in self._groups for place, rank in enumerate(group.ranks)}
         self._works: dict[tuple[tuple[BalanceAction, ...], int], RankWork] = {}
-        self._halves: dict[int, tuple[Program, tuple[tuple[int, ...], ...]]] = {}
+        self._stretches: dict[int, tuple[Program, Stretches]] = {}
 
     # ---- what ranks do
 
@@ -168,14 +171,11 @@ class Balancer:
             self._all_computed(group, number)
 
     def _took(self, program: Program, timing: Timing) -> Took:
-        known = self._halves.get(id(program))
+        known = self._stretches.get(id(program))
         if known is None:
-            items = program.items
-            halves = tuple(tuple(item.index for item in items if item.half is half) for half in Half)
-            known = self._halves[id(program)] = (program, halves)
+            known = self._stretches[id(program)] = (program, stretches(program))
         starts, ends = timing.starts_ns, timing.ends_ns
-        attention_ns, ffn_ns = (sum(ends[i] - starts[i] for i in own) for own in known[1])
-        return attention_ns, ffn_ns
+        return tuple(sum(ends[i] - starts[i] for i in own) for own in known[1])
 
     def _all_computed(self, group: _Group, number: int) -> None:
         segment = self._segments[number]
@@ -188,11 +188,14 @@ class Balancer:
             return
         steps, group.period = group.period, []
         by_place = [[group.took[step][place] for step in steps] for place in range(len(group.ranks))]
-        attention_ns, ffn_ns = (
-            tuple(sum(took[half] for took in own) // len(steps) for own in by_place) for half in (0, 1)
+        attention_ns, ffn_ns, *beside_ns = (
+            tuple(sum(took[which] for took in own) // len(steps) for own in by_place)
+            for which in range(len(by_place[0][0]))
         )
+        if self._work.by_columns:  # what is between products has movement in it
+            beside_ns = []
         free = tuple(self._free(group, place) for place in range(len(group.ranks)))
-        event = self._decide(group, number, GroupMeasured(done, attention_ns, ffn_ns, free))
+        event = self._decide(group, number, GroupMeasured(done, attention_ns, ffn_ns, free, *beside_ns))
         assert isinstance(event, GroupMeasured)
         speedup = getattr(group.policy, "predicted_speedup", None)
         group.periods.append(
@@ -200,6 +203,9 @@ class Balancer:
                 "step": event.step,
                 "attention_ns": list(event.attention_ns),
                 "ffn_ns": list(event.ffn_ns),
+                "attention_between_ns": list(event.attention_between_ns),
+                "ffn_between_ns": list(event.ffn_between_ns),
+                "around_ns": list(event.around_ns),
                 "free_bytes": list(event.free_bytes),
                 "actions": describe_balance_actions(group.now.actions),
                 "predicted_speedup": speedup,

@@ -17,6 +17,8 @@ from .columns import ColumnShare
 from .rank_work import EVEN, RankWork
 from .share import Share
 
+COPIES = ("pack", "join", "unpack")  # last words of the names of what units that move make ranks copy
+
 
 @dataclass(slots=True)
 class Lending:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ...conf.schema import BalanceConf, Way
 from ...policies.balance import (
+    FEW_KEPT,
     KEPT,
     Assignment,
     BlockWork,
@@ -86,12 +87,13 @@ def products_timed(
 
         whole = [times(units, 0.0) for units in sizes]
         pruned = [times(work.units[half], 1 - share) for share in kept]
+        few = [times(sizes[0], 1 - FEW_KEPT)] if kept and conf.moves else []
         for group, ranks in enumerate(groups):
-            by_units, by_kept = (
+            by_units, by_kept, of_few = (
                 tuple(tuple(of_size[rank] // work.passes for rank in ranks) for of_size in each)
-                for each in (whole, pruned)
+                for each in (whole, pruned, few)
             )
-            found[group].append(ProductsTimed(half, sizes, by_units, kept, by_kept))
+            found[group].append(ProductsTimed(half, sizes, by_units, kept, by_kept, *of_few))
     return tuple(tuple(events) for events in found)
 
 

@@ -61,6 +61,15 @@ def test_what_each_rank_does_is_told() -> None:
     )
 
 
+def test_what_is_beside_products_counts_too() -> None:
+    """Half of what is around them in each half: 100 + 10 + 5 and 100 + 20 + 5 ns before, the slower of two ranks then."""
+    beside = ", attention_between_ns=10/5, ffn_between_ns=20/10, around_ns=10/10)"
+    first, last = measured(2)[:-1] + beside, measured(4, "50/90", "40/100")[:-1] + beside
+    sentence = told("migrate", [(first, LENDS), (last, "keep")], speedups=(1.5, 1.5))
+    assert "when that was decided its blocks were predicted 1.50 times as fast" in sentence
+    assert "the blocks of its slowest ranks went from 2.4e-07 s to 2.15e-07 s a step, 1.12 times" in sentence
+
+
 def test_all_groups_in_which_something_was_changed_are_told() -> None:
     even = [(measured(2), "keep")]
     groups: list[Group] = [

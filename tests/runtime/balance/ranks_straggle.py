@@ -52,13 +52,16 @@ class Scripted:
 
 
 def times(keys: tuple[str, ...], answers: dict[int, Any] | None = None) -> list[Any]:
-    """Of each step, nanoseconds of rank 1's products, by half."""
+    """Of each step, nanoseconds of rank 1: products, by half; between attention's; around them all."""
     policy = Scripted(answers or {})
     trainer = Trainer(compose([*KEYS, *TENSOR, *keys]).experiment, worker_context(), balance=policy)
     for step in range(STEPS):
         trainer.step(step)
     trainer.close()
-    return [(told.attention_ns[1], told.ffn_ns[1]) for told in policy.told]
+    return [
+        (told.attention_ns[1], told.ffn_ns[1], told.attention_between_ns[1], told.around_ns[1])
+        for told in policy.told
+    ]
 
 
 def straggling() -> dict[str, Any]:

@@ -177,8 +177,8 @@ def check_rows(
             "",
             "tensor",
             work.ranks,
-            24 * work.ranks,
-            24 * (work.ranks - 1),
+            48 * work.ranks,
+            48 * (work.ranks - 1),
             0,
         ] += 1
     seen = Counter(

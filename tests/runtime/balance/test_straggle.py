@@ -30,6 +30,12 @@ def test_slow_ranks_take_about_the_factor(launch: Launch) -> None:
     for how in ("sleep", "device", "repeat", "repeat, slept"):
         slow, else_ = least(told[how], range(4, 10)), least(told[how], (1, 2, 3, *range(10, 16)))
         assert slow / else_ == pytest.approx(3, rel=WIDE), (how, told[how])
+    # attention is as slow, and lies between products: 4 B H T T E flop of 2 blocks, backward twice as much
+    core_ns = 2 * 3 * 4 * 2 * 4 * 32 * 32 * 8 / 5e8 * 1e9
+    between, around = ([step[which] for step in told["device"]] for which in (2, 3))
+    assert core_ns <= min(between[10:]) < 2 * core_ns
+    assert min(between[4:10]) / min(between[10:]) == pytest.approx(3, rel=WIDE), between
+    assert 0 < min(around) < core_ns
     half = told["2.5 times"]
     assert least(half, range(8, 16)) / least(half, range(1, 8)) == pytest.approx(2.5, rel=WIDE), half
 

@@ -1,6 +1,7 @@
 """Runs on each rank for test_engine.py."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ def ledgers() -> dict[str, list[tuple[Any, ...]]]:
     return found
 
 
-def losses() -> dict[str, list[str]]:
+def losses(precision: Precision) -> dict[str, list[str]]:
     """Losses of fifty steps as hex, for policies that must not change a bit."""
     found = {}
     for name, overlap in (
@@ -111,18 +112,17 @@ def losses() -> dict[str, list[str]]:
         ("zeropp", False),
         ("zeropp", True),
     ):
-        for precision in (Precision.fp32, Precision.bf16):
-            policy = policy_of(name, world=4, ranks_per_node=RANKS_PER_NODE)
-            engine, ledger = engine_of(
-                policy, ranks_per_node=RANKS_PER_NODE, precision=precision, overlap=overlap
-            )
-            optimizer = sgd(engine)
-            hexes = []
-            for step in range(50):
-                hexes.append(train_step(engine, ledger, step=step, micro_batches=1).hex())
-                optimize(engine, optimizer)
-            found[f"{name} {precision.value}{' overlap' if overlap else ''}"] = hexes
-            engine.close()
+        policy = policy_of(name, world=4, ranks_per_node=RANKS_PER_NODE)
+        engine, ledger = engine_of(
+            policy, ranks_per_node=RANKS_PER_NODE, precision=precision, overlap=overlap
+        )
+        optimizer = sgd(engine)
+        hexes = []
+        for step in range(50):
+            hexes.append(train_step(engine, ledger, step=step, micro_batches=1).hex())
+            optimize(engine, optimizer)
+        found[f"{name}{' overlap' if overlap else ''}"] = hexes
+        engine.close()
     return found
 
 
@@ -363,7 +363,10 @@ def checkpoints() -> dict[str, float]:
 CASES: dict[str, Any] = {
     "gradients": gradients,
     "ledgers": ledgers,
-    "losses": losses,
+    **{
+        f"losses {precision.value}": partial(losses, precision)
+        for precision in (Precision.fp32, Precision.bf16)
+    },
     "freshness": freshness,
     "quantized": quantized,
     "precisions": precisions,

@@ -88,18 +88,16 @@ def test_ledger_of_one_iteration_counted_by_hand(launch):
 
 
 @pytest.mark.distributed
-def test_hpz_and_overlap_do_not_change_a_bit(launch):
-    for found in launch("ranks_engine", "losses", 4):
-        for dtype in ("fp32", "bf16"):
-            exact = found[f"zero3 {dtype}"]
-            assert len(exact) == 50
-            assert len(set(exact)) > 40  # it learns
-            for name in ("zero3", "hpz"):
-                assert found[f"{name} {dtype} overlap"] == exact
-            for name in ("hpz", "hpz_step"):
-                assert found[f"{name} {dtype}"] == exact
-            assert found[f"zeropp {dtype}"] != exact  # it quantizes
-            assert found[f"zeropp {dtype} overlap"] == found[f"zeropp {dtype}"]
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
+def test_hpz_and_overlap_do_not_change_a_bit(launch, precision):
+    for found in launch("ranks_engine", f"losses {precision}", 4):
+        exact = found["zero3"]
+        assert len(exact) == 50
+        assert len(set(exact)) > 40  # it learns
+        for name in ("zero3 overlap", "hpz", "hpz overlap", "hpz_step"):
+            assert found[name] == exact
+        assert found["zeropp"] != exact  # it quantizes
+        assert found["zeropp overlap"] == found["zeropp"]
 
 
 @pytest.mark.distributed

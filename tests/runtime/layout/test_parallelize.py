@@ -49,15 +49,17 @@ def test_at_most_five_lines_differ(name):
 
 @pytest.mark.timeout(600)  # of a busy machine
 @pytest.mark.distributed
-def test_examples_keep_their_losses(launch):
-    before = {name: train(f"train_{name}")(SIZES) for name in SCRIPTS}
-    for found in launch("ranks_parallelize", "examples", 4, timeout_s=560):
-        for name, layouts in found.items():
-            assert len(layouts) == 10
-            for layout, losses in layouts.items():
-                tolerance = 5e-3 if layout == QUANTIZED else 1e-5
-                assert losses == pytest.approx(before[name], rel=tolerance), (name, layout)
-            assert layouts[QUANTIZED] != pytest.approx(before[name], rel=1e-5), "it was not quantized"
+@pytest.mark.parametrize(
+    "name", ["plain", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt2", "llama"))]
+)
+def test_an_example_keeps_its_losses(launch, name):
+    before = train(f"train_{name}")(SIZES)
+    for layouts in launch("ranks_parallelize", name, 4, timeout_s=560):
+        assert len(layouts) == 10
+        for layout, losses in layouts.items():
+            tolerance = 5e-3 if layout == QUANTIZED else 1e-5
+            assert losses == pytest.approx(before, rel=tolerance), layout
+        assert layouts[QUANTIZED] != pytest.approx(before, rel=1e-5), "it was not quantized"
 
 
 def _check(details: dict[str, Any]) -> None:

@@ -40,9 +40,8 @@ NEAR = 0.05  # of the best time of a step
 # force stays until a change promises more than the slack
 NEAR_SLACK = 0.15
 NOISE, PERIODS, SEEDS = 0.1, 100, 12
-# Changes after the first balance, in all periods. Of what one noisy measurement made of pruning much is known to be too
-# much, or too little, when more are there; units that are lent are coarser
-MOST_CHANGES = {"migrate": 0, "semi": 2, "resize": 1}
+# Changes after the first balance, in all periods: what one noisy measurement gave is bettered once more are there
+MOST_CHANGES = {"migrate": 1, "semi": 2, "resize": 2}
 
 Build = Callable[[BlockWork], BalancePolicy]
 
@@ -186,5 +185,6 @@ def test_noise_does_not_make_it_flap(
         assert len(in_force) == PERIODS + 1
         assert all(each != "nothing" for each in in_force)  # one measurement is enough for such a straggler
         changes.append(sum(now != before for before, now in pairwise(in_force)))
+        assert len(set(in_force)) == changes[-1] + 1  # what was left never comes back
     assert max(changes) <= MOST_CHANGES[name], changes
     assert changes.count(0) >= SEEDS / 2, changes

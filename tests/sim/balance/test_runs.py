@@ -89,7 +89,7 @@ def test_nothing_done_takes_as_long_as_no_balance_but_for_the_measuring_rows(
         (i, "step", "", "all_gather", "tensor") for i in (1, 3)
     }
     ranks = experiment.parallel.tensor
-    assert {r.payload_bytes for r in rows} == {24 * ranks}
+    assert {r.payload_bytes for r in rows} == {48 * ranks}
     # the first step measures nothing; the fourth tells as the second does
     never = simulate(
         replace(experiment, balance=replace(experiment.balance, period=100)), spec=spec, make_balance=factory
@@ -311,7 +311,7 @@ def test_changes_are_told_before_times(make, spec_of, scripted):
         for r in record.ledger
         if r.stream == "balance" and r.rank == 0
     ]
-    assert rows == [("changes", 4 * 8 * 4, 1), ("", 24 * 4, 1)]  # 4 products of 2 blocks
+    assert rows == [("changes", 4 * 8 * 4, 1), ("", 48 * 4, 1)]  # 4 products of 2 blocks
     *products, changes, times = made[0].events
     assert all(isinstance(event, ProductsTimed) for event in products)
     assert isinstance(changes, ChangesMeasured)
