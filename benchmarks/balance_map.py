@@ -346,13 +346,15 @@ def mean(values: Sequence[float]) -> float:
 def table(rows: Sequence[Row]) -> str:
     """Speed-ups of whole steps; of SEMI also of work, predicted and measured."""
     lines = [
-        f"{'model':<7}{'slow':<7}{'chi':>4}{'slow':>5} {'links':<7}{'points':>6} {'SEMI does':<9}{'resize':>7}{'migrate':>8}"
+        f"{'model':<7}{'slow':<7}{'chi':>4}{'slow':>5} {'links':<7}{'points':>6} {'SEMI does':<9}"
+        f"{'resize':>7}{'migrate':>8}"
         f"{'semi':>7}{'ratio':>7} | {'work':>8} {'predicted':>9}{'ceiling':>8}"
     ]
     for each in rows:
         at, semi = each.setting, each.semi
         lines.append(
-            f"{at.model:<7}{at.by if at.chi else '-':<7}{at.chi or '-':>4}{at.stragglers:>5} {at.links:<7}{at.budget_points:>6g} "
+            f"{at.model:<7}{at.by if at.chi else '-':<7}{at.chi or '-':>4}{at.stragglers:>5} {at.links:<7}"
+            f"{at.budget_points:>6g} "
             f"{semi.decision:<9}{each.speedups['resize'].step:>7.2f}{each.speedups['migrate'].step:>8.2f}"
             f"{semi.step:>7.2f}{each.over_better:>7.3f} | {semi.work:>8.2f} {semi.predicted_work:>9.2f}"
             f"{each.ceiling:>8.2f}"

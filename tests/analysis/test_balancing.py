@@ -62,7 +62,7 @@ def test_what_each_rank_does_is_told() -> None:
 
 
 def test_what_is_beside_products_counts_too() -> None:
-    """Half of what is around them in each half: 100 + 10 + 5 and 100 + 20 + 5 ns before, the slower of two ranks then."""
+    """Half of what is around them in each half: 115 and 125 ns before, then the slower of two ranks."""
     beside = ", attention_between_ns=10/5, ffn_between_ns=20/10, around_ns=10/10)"
     first, last = measured(2)[:-1] + beside, measured(4, "50/90", "40/100")[:-1] + beside
     sentence = told("migrate", [(first, LENDS), (last, "keep")], speedups=(1.5, 1.5))
