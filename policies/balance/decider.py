@@ -38,8 +38,8 @@ class Decider(ABC):
     """Answers a measurement by the best answer to the speeds, if it is better than what is in force by enough.
 
     What is in force is left at once, however little that gains, where it takes work from a rank that is slow no more.
-    Without a pretest (`MovementTimed`, by columns `ColumnsTimed`) movement is taken to cost nothing: `movement_known`
-    says so. Without `ProductsTimed` products take as long as they have units and columns.
+    Without a pretest (`MovementTimed`, by columns `ColumnsTimed`) movement is taken to cost nothing. Without
+    `ProductsTimed` products take as long as they have units and columns.
     """
 
     def __init__(self, conf: BalanceConf, work: BlockWork) -> None:
@@ -60,11 +60,6 @@ class Decider(ABC):
     @property
     @abstractmethod
     def name(self) -> str: ...
-
-    @property
-    def movement_known(self) -> bool:
-        """Whether both halves' movements were timed."""
-        return len(self._movement) == len(Half)
 
     @property
     def predicted_speedup(self) -> float:

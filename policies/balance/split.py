@@ -126,7 +126,8 @@ def _lend_to_level(
 def room_for_units(
     work: BlockWork, free_bytes: Sequence[int], borrowed: Mapping[Half, Sequence[int]]
 ) -> dict[Half, tuple[int, ...]]:
-    """[ranks] for each half: units that free memory can hold, of all blocks, weights and gradients.
+    """[ranks] for each half: units that free memory can hold, of all blocks: weights and gradients, and by columns
+    inputs, which stay from forward to backward.
 
     Both halves get the same share of a rank's units. What a rank has borrowed already it can hold.
     """
@@ -146,7 +147,9 @@ def least_room_bytes(work: BlockWork) -> int:
 
 
 def _all_units_bytes(work: BlockWork) -> int:
-    return 2 * work.blocks * sum(work.units[half] * work.unit_bytes(half) for half in Half)
+    return work.blocks * sum(
+        work.units[half] * (2 * work.unit_bytes(half) + work.lent_input_bytes(half)) for half in Half
+    )
 
 
 def lossless_ceiling(slowness: Sequence[float], work: BlockWork | None = None) -> float:

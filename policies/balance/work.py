@@ -66,6 +66,10 @@ class BlockWork:
         """Of a unit's weights and biases, one way."""
         return self.unit_numel[half] * self.element_bytes
 
+    def lent_input_bytes(self, half: Half) -> int:
+        """Of a unit's columns of the second product's input, which by columns go along with those of its weights."""
+        return self.tokens * self.unit_features[half] * self.element_bytes if self.by_columns else 0
+
     def columns(self, product: Product, units: int) -> int:
         """Contraction columns of a product of a rank that computes so many units."""
         if not product.is_first:

@@ -215,7 +215,10 @@ class Balancer:
     def _free(self, group: _Group, place: int) -> int:
         """What is left of a rank's memory: what it was lent stays from a block's forward to its backward."""
         work, assignment = self._work, group.now
-        lent = sum(assignment.received(half, place) * work.unit_bytes(half) for half in Half)
+        lent = sum(
+            assignment.received(half, place) * (work.unit_bytes(half) + work.lent_input_bytes(half))
+            for half in Half
+        )
         return max(0, self._free_bytes[group.ranks[place]] - lent * work.blocks * self._in_flight)
 
     def _decide(self, group: _Group, number: int, measured: BalanceEvent) -> BalanceEvent:

@@ -160,7 +160,6 @@ def test_less_is_lent_the_more_movement_costs() -> None:
     lent = []
     for start, each in ((0, 0), (2, 0.05), (20, 0.3), (50, 0), (0, 3)):
         group = group_of(int(start * unit_ns), int(each * unit_ns))
-        assert group.policy.movement_known  # type: ignore[attr-defined]
         lent.append(sum(sum(group.assignment.lent(half, 0)) for half in Half))
     assert lent == sorted(lent, reverse=True)
     assert lent[0] > 0.9 * 2 * 32 * 0.69  # 9/13 of its units, where it is free

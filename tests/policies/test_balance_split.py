@@ -1,6 +1,7 @@
 """Units shared out: against all ways that there are, against closed forms, and what of it moves."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -170,6 +171,13 @@ def test_memory_bounds_what_is_borrowed() -> None:
     rooms = room_for_units(work, (least, least - 1, 0, 0), none).values()
     assert max(room[0] for room in rooms) == 1
     assert max(room[1] for room in rooms) == 0
+    by_columns = replace(work, by_columns=True)  # the lent columns of a second product's input are there too
+    inputs = work.blocks * sum(
+        work.units[half] * work.unit_features[half] * work.tokens * work.element_bytes for half in Half
+    )
+    for bytes_, units in ((full + inputs, work.units[Half.ffn]), (full, None)):
+        (found, *_) = room_for_units(by_columns, (bytes_, 0, 0, 0), none)[Half.ffn]
+        assert found == units if units is not None else found < work.units[Half.ffn]
     has = dict.fromkeys(Half, (0, 7, 0, 0))  # that it holds now can stay
     assert room_for_units(work, (0, 0, 0, 0), has)[Half.ffn] == (0, 7, 0, 0)
 

@@ -30,7 +30,7 @@ def told(*overrides: str) -> Sequence[str]:
 def test_the_group_that_lends_is_told_though_it_is_not_the_first() -> None:
     lends, others = told("parallel.tensor=4", "cluster.slowdown={5:4}", "balance=migrate", "steps=4")
     assert lends.startswith("balance=migrate: ranks 4 to 7: 1 change; at the end rank 5 lends ")
-    assert "its products were predicted" in lends
+    assert "its blocks were predicted" in lends
     assert "from the first period to the last" in lends
     assert others == "balance=migrate: nothing was changed in 1 of 2 groups of ranks"
 
