@@ -105,13 +105,16 @@ class Device:
             result_bytes: Moved for one element of the result; by default it is written once.
             busy: A collective runs, which holds some of the multiprocessors.
         """
+        if not product.flop:
+            return self.memory_ns(self.matmul_bytes(product, result_bytes))
         sms = self.conf.sms - self.conf.collective_sms * busy
         bound_ns = self.memory_ns(self.matmul_bytes(product, result_bytes))
         ns = max(self._tiles_ns(product, sms), bound_ns)
         return ns * self.conf.busy_slowdown if busy else ns
 
     def matmul_bytes(self, product: Matmul, result_bytes: int | None = None) -> float:
-        operands = (product.m * product.k + product.k * product.n) * self.element_bytes
+        """Of a product over no columns the result alone, which is set to zero."""
+        operands = (product.m * product.k + product.k * product.n) * self.element_bytes if product.flop else 0
         result = product.m * product.n * (self.element_bytes if result_bytes is None else result_bytes)
         return float(product.num * (operands + result))
 
@@ -160,6 +163,8 @@ class Device:
         return self._kernel(product), self._kernel(left) + self._kernel(right)
 
     def _kernel(self, product: Matmul, factor: float = 1.0, result_bytes: int | None = None) -> Tally:
+        if not product.m * product.n * product.num:
+            return Tally()  # no result, no kernel: a rank that lends all units of a half has such products
         alone, busy = (
             factor * self.matmul_ns(product, result_bytes=result_bytes, busy=b) for b in (False, True)
         )

@@ -13,7 +13,9 @@ from statistics import median
 from .policy import Half, ProductsTimed
 from .work import BlockWork
 
-SIZES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0, 5 / 4, 3 / 2)  # of a rank's own units, that are timed
+# Of a rank's own units, that are timed, and one unit: a straggler may keep no more, whose kernels are as short as they
+# get; if they were taken for shorter, it would seem slow for ever
+SIZES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0, 5 / 4, 3 / 2)
 KEPT = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # shares of columns
 FEW_KEPT = 1 / 2  # of the fewest units
 LEAST_SLOPE = 0.1  # of a rank's time at even work that a unit more adds, by the time of a unit then
@@ -46,19 +48,20 @@ class ProductCost:
         if units > self.units[-1]:
             return self.efforts[-1] + self.slope * (units - self.units[-1])
         if units < self.units[0]:
-            return max(self.efforts[0] / 2, self.efforts[0] - self.slope * (self.units[0] - units))
+            # of the smallest kernels each takes its start, or reads an input that all units share: there is a floor
+            step = (self.efforts[1] - self.efforts[0]) / (self.units[1] - self.units[0])
+            return max(self.efforts[0] / 2, self.efforts[0] - step * (self.units[0] - units))
         return _between(self.units, self.efforts, units)
 
     @property
     def slope(self) -> float:
-        """Of the straight line through (own, own) that is nearest to all sizes."""
-        squares = sum((units - self.own) ** 2 for units in self.units)
+        """Of the straight line through (own, own) that is nearest to all `SIZES`."""
+        sizes = zip(self.units, self.efforts, strict=True)
+        timed = [(units, effort) for units, effort in sizes if units >= SIZES[0] * self.own]
+        squares = sum((units - self.own) ** 2 for units, _ in timed)
         if not squares:
             return 1.0
-        both = sum(
-            (units - self.own) * (effort - self.own)
-            for units, effort in zip(self.units, self.efforts, strict=True)
-        )
+        both = sum((units - self.own) * (effort - self.own) for units, effort in timed)
         return min(1.0, max(LEAST_SLOPE, both / squares))
 
     @property
@@ -103,7 +106,7 @@ def product_cost(products: Products, work: BlockWork, half: Half) -> ProductCost
 def sizes_of(work: BlockWork, half: Half) -> tuple[int, ...]:
     """Units whose products are timed before the first step, ascending; a rank's own are among them. (): it has none."""
     own = work.units[half]
-    return tuple(sorted({max(1, round(own * size)) for size in SIZES})) if own else ()
+    return tuple(sorted({1, *(max(1, round(own * size)) for size in SIZES)})) if own else ()
 
 
 def fit_products(timed: ProductsTimed, work: BlockWork) -> ProductCost:

@@ -77,6 +77,16 @@ def test_more_units_take_no_less() -> None:
     assert efforts[0] > 0
 
 
+def test_the_smallest_kernels_have_a_floor() -> None:
+    """Where the two smallest sizes take alike, fewer units do as well, whatever more of them add."""
+    event = timed(Half.ffn, (1, 1, 1, 1))
+    assert event.units[:2] == (1, 2)
+    flat = (event.units_ns[1], *event.units_ns[1:])
+    cost = fit_products(replace(event, units_ns=flat), WORK)
+    assert cost.effort(1) == cost.effort(2) < cost.effort(3)
+    assert cost.effort(0) == 0
+
+
 def test_what_pruning_takes_is_on_top() -> None:
     cost = fit_products(timed(Half.ffn, (1, 4, 1, 1), kept=(0.25, 0.5, 0.75)), WORK)
     for kept in (0.25, 0.4, 0.75, 0.9):

@@ -89,6 +89,17 @@ def test_bytes_bound_a_thin_product():
     assert device.matmul_ns(thin) == pytest.approx((4096 + 4096 * 4096 + 4096) * 2)
 
 
+def test_a_product_over_nothing_reads_nothing():
+    """Of a rank that lends all heads: without a result there is no kernel, without columns zeros are written."""
+    device = cluster_device("v100_8")
+    no_rows, no_columns = Matmul("qkv", 4096, 0, 2048), Matmul("out", 4096, 2048, 0)
+    assert device.product(no_rows, tokens=4096) == Tally()
+    written = device.product(no_columns, tokens=4096)
+    assert (written.flop, written.kernels) == (0, 1)
+    assert written.nbytes == 4096 * 2048 * device.element_bytes
+    assert written.matmul_ns < device.product(Matmul("out", 4096, 2048, 1), tokens=4096).matmul_ns
+
+
 def test_fixed_tokens_cost_as_many_more():
     product = Matmul("product", 1000, 64, 64)
     plain = device_of(PLAIN).linear(product)

@@ -20,7 +20,7 @@ from twinbed.policies.balance import (
     build_balance,
 )
 from twinbed.sim.balance.run import BalancedRun
-from twinbed.sim.simulate import make_engine
+from twinbed.sim.simulate import make_engine, simulate
 
 POLICIES = ("migrate", "semi", "resize")
 PERIOD = 5
@@ -188,3 +188,35 @@ def test_noise_does_not_make_it_flap(
         assert len(set(in_force)) == changes[-1] + 1  # what was left never comes back
     assert max(changes) <= MOST_CHANGES[name], changes
     assert changes.count(0) >= SEEDS / 2, changes
+
+
+# Kernels of next to no columns are as short as they get: a straggler that keeps so few must not seem slow for ever.
+KEEPS_NEXT_TO_NOTHING = (
+    "target=sim",
+    "cluster=v100_8",
+    "model=gpt",
+    "model.layers=2",
+    "model.hidden=2048",
+    "model.heads=32",
+    "model.sequence=1024",
+    "data=synthetic",
+    "batch.micro=8",
+    "precision=bf16",
+    "parallel.tensor=8",
+    "comm=ddp",
+    "balance.period=2",
+    "cluster.slowdown=[{rank: 0, factor: 8, until_step: 8}]",
+    "steps=14",
+)
+
+
+@pytest.mark.parametrize("name", ["migrate", "semi"])
+def test_one_that_kept_next_to_nothing_gets_its_work_back(name: str) -> None:
+    """All of it was slow, norms too, so it lent all heads and all but a few hidden features."""
+    composed = compose((*KEEPS_NEXT_TO_NOTHING, f"balance={name}"))
+    known = replace(composed.experiment.cluster, guesses={})
+    record = simulate(replace(composed.experiment, cluster=known), spec=composed.spec)
+    (group,) = record.result["balance"]["groups"]
+    actions = {period["step"]: period["actions"] for period in group["periods"]}
+    assert actions[8].count("attention") == 4  # heads: all
+    assert actions[12] == actions[14] == "nothing"  # the second period at its new speed

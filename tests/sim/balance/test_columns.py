@@ -44,7 +44,7 @@ def test_predictions_hold_and_nothing_is_lent_where_it_does_not_pay(decision_map
         found[at, way] = decision_map.speedup_of(none_s, products_s, with_s, periods)
     assert all(speedup.settled for speedup in found.values())
     moves = {key for key, speedup in found.items() if speedup.decision == "migrate"}
-    for kind in ("step", "products"):
+    for kind in ("step", "work"):
         pairs = [(getattr(found[key], f"predicted_{kind}"), getattr(found[key], kind)) for key in moves]
         errors = [decision_map.error_of(*pair) for pair in pairs]
         assert decision_map.mean(errors) < 0.07, kind

@@ -17,7 +17,7 @@ SETTINGS = {
 DEVICES = {
     (2, 3, "nvlink", 2.0): "both",
     (4, 1, "nvlink", 2.0): "prune",
-    (8, 1, "nvlink", 2.0): "migrate",
+    (8, 1, "nvlink", 2.0): "both",
     (8, 3, "slow", 2.0): "both",
 }
 
