@@ -80,7 +80,7 @@ def test_semi_prunes_and_moves_columns(decision_map, way):
         assert row.semi.decision == decision
         assert row.over_better >= 0.97
         # copies on the compute stream are in no leg: of three lenders up to 10%
-        assert decision_map.error_of(row.semi.predicted_products, row.semi.products) < 0.12
+        assert decision_map.error_of(row.semi.predicted_work, row.semi.work) < 0.12
         if decision == "both":
             assert row.over_better > 1.05
 
