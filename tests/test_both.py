@@ -100,7 +100,14 @@ def workers(folder: Path) -> list[int]:
 
 @pytest.mark.distributed
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("who", ["rank", "interrupted", "terminated", "hung up"])
+@pytest.mark.parametrize(
+    "who",
+    [
+        "rank",
+        "interrupted",
+        *(pytest.param(who, marks=pytest.mark.long) for who in ("terminated", "hung up")),
+    ],
+)
 def test_a_run_that_is_ended_leaves_two_failed_records(who: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     keys = (*SMALL, "steps=100000", "cluster.shaped=false", f"hydra.run.dir={out}")
@@ -263,7 +270,11 @@ def test_the_simulator_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("layout", "key"),
     [
-        (("parallel.tensor=4", "parallel.tensor_mode=2d", "batch.micro=4"), "broadcast/row"),
+        pytest.param(
+            ("parallel.tensor=4", "parallel.tensor_mode=2d", "batch.micro=4"),
+            "broadcast/row",
+            marks=pytest.mark.long,
+        ),
         (("parallel.pipeline=4", "batch.accumulation=4", "model.layers=4"), "send/pipeline"),
     ],
     ids=["2d", "pipeline"],

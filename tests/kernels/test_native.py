@@ -140,7 +140,7 @@ def test_this_processors_own_instructions_are_used(tmp_path):
     [
         pytest.param("-mno-avx512bf16", marks=pytest.mark.long),
         pytest.param("-mno-avx512vbmi", marks=pytest.mark.long),
-        "-mno-avx512f",
+        pytest.param("-mno-avx512f", marks=pytest.mark.long),
         "-mno-avx2",
     ],
 )

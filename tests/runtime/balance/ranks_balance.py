@@ -91,11 +91,6 @@ MOVES: Mapping[str, tuple[tuple[str, ...], Mapping[int, tuple[Any, ...]], int]] 
     "gpt": ((*GPT, *TENSOR), {1: ONE, 10: ()}, 20),
     "llama": ((*LLAMA, *TENSOR), {1: SEVERAL, 2: ONE}, 3),
     "data, zero3": ((*GPT, "parallel.tensor=2", "comm=zero3"), {1: PAIR}, 3),
-    "pipeline": (
-        (*GPT, "parallel.tensor=2", "parallel.pipeline=2", "batch.accumulation=4", "comm=ddp"),
-        {1: PAIR},
-        3,
-    ),
 }
 # of `make test-long`
 MORE_MOVES: Mapping[str, tuple[tuple[str, ...], Mapping[int, tuple[Any, ...]], int]] = {
@@ -116,6 +111,11 @@ MORE_MOVES: Mapping[str, tuple[tuple[str, ...], Mapping[int, tuple[Any, ...]], i
     "data, zero1": ((*GPT, "parallel.tensor=2", "comm=zero1"), {1: PAIR}, 4),
     "data, ddp": ((*LLAMA, "parallel.tensor=2", "comm=ddp"), {1: PAIR}, 4),
     "data, ps": ((*GPT, "parallel.tensor=2", "comm=ps"), {1: PAIR}, 4),
+    "pipeline": (
+        (*GPT, "parallel.tensor=2", "parallel.pipeline=2", "batch.accumulation=4", "comm=ddp"),
+        {1: PAIR},
+        4,
+    ),
     "pipeline, zero3": (
         (*GPT, "parallel.tensor=2", "parallel.pipeline=2", "batch.accumulation=4", "comm=zero3"),
         {1: PAIR},

@@ -163,6 +163,7 @@ def test_an_even_weight_is_noticed(folders):
     assert distance(other[0], wanted[0]) > 1e-5
 
 
+@pytest.mark.long
 def test_a_replica_at_half_speed_takes_half(tmp_path):
     """Ranks are slept out to their rates. Without memory to take more nobody does."""
     keys = (*SMALL, *MODELS["gpt"], "batch.micro=6", "comm=zero3", "steps=8")

@@ -34,7 +34,9 @@ def readers(model, *, replicas, micro, accumulation):
     ], build_batches(whole.experiment, whole.spec, rank=0, num_ranks=1)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [model if model == "gpt" else pytest.param(model, marks=pytest.mark.long) for model in MODELS]
+)
 @settings(deadline=None, max_examples=10)
 @given(data=st.data(), replicas=st.integers(1, 3), micro=st.integers(1, 3), accumulation=st.integers(1, 2))
 def test_no_sequence_is_lost_or_seen_twice(model, data, replicas, micro, accumulation):

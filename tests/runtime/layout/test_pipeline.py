@@ -334,6 +334,7 @@ def test_a_stage_that_dies_ends_the_run(tmp_path, fault, rank, says):
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_command_trains_a_pipeline(tmp_path):

@@ -38,6 +38,7 @@ def check(ranks: list[dict[str, Any]]) -> None:
     assert not wrong
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(400)

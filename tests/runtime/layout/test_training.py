@@ -76,7 +76,10 @@ OF_FOUR: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "pipeline, 1d, dropout": ("dropout", (*PAIRS, *keys(pipeline=2, tensor=2), "train.eval_batches=4")),
 }
 # of `make test-long`
-MORE = {"1d, heads of 6", "2d, lamb", "data, pipeline, lamb", "1d, lars", "2d, lars", "2d, dropout"}
+MORE = {
+    *("1d, heads of 6", "1d, lamb", "2d, lamb", "data, pipeline, lamb", "1d, lars", "2d, lars"),
+    *("2d, dropout", "ring, dropout"),
+}
 OF_EIGHT: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "2.5d": ("adamw", (*WHOLE, *keys(tensor=8, tensor_mode="2.5d", depth=2))),
     "3d": ("adamw", (*WHOLE, *keys(tensor=8, tensor_mode="3d"))),
