@@ -23,6 +23,20 @@ from twinbed.policies.balance.speeds import kept_share
 PLENTY = 1 << 40  # bytes
 OVERHEAD = 0.04  # of ranks that prune, by the time of their own units
 
+# Four ranks of 16 units in each half, for times that are counted by hand
+RANKS, OWN = 4, 16
+SIXTEEN = BlockWork(
+    ranks=RANKS,
+    blocks=2,
+    tokens=8,
+    units=dict.fromkeys(Half, OWN),
+    unit_numel=dict.fromkeys(Half, 128),
+    unit_features=dict.fromkeys(Half, 1),
+    unit_flop=dict.fromkeys(Half, 2 * 8 * 128),
+    hidden=64,
+    element_bytes=4,
+)
+
 
 def work_of(ranks: int, *, heads: int = 64, blocks: int = 2, hidden: int = 1024) -> BlockWork:
     keys = {"family": "gpt", "layers": blocks, "hidden": hidden, "heads": heads, "vocab": 64, "sequence": 64}

@@ -7,7 +7,6 @@ import pytest
 from twinbed.conf.schema import BalanceConf
 from twinbed.policies.balance import (
     Assignment,
-    BlockWork,
     GroupMeasured,
     Half,
     Migrate,
@@ -18,18 +17,8 @@ from twinbed.policies.balance import (
 from twinbed.policies.balance.beside import BesideTracker, Extra
 from twinbed.policies.balance.build import build_balance
 
-RANKS, OWN = 4, 16
-WORK = BlockWork(
-    ranks=RANKS,
-    blocks=2,
-    tokens=8,
-    units=dict.fromkeys(Half, OWN),
-    unit_numel=dict.fromkeys(Half, 128),
-    unit_features=dict.fromkeys(Half, 1),
-    unit_flop=dict.fromkeys(Half, 2 * 8 * 128),
-    hidden=64,
-    element_bytes=4,
-)
+from .balance_group import OWN, RANKS, SIXTEEN
+
 PRODUCTS_NS, BETWEEN_NS, AROUND_NS = 1_000, 100, 4_400  # of a unit, of a unit, of a half
 ROOM = (10**9,) * RANKS
 
@@ -51,49 +40,49 @@ def measured(chi: float, lent: int = 0, *, beside: bool = True, step: int = 1) -
 
 
 def lends(units: int) -> Assignment:
-    return Assignment(WORK, tuple(Migrate(0, 1, half, units) for half in Half))
+    return Assignment(SIXTEEN, tuple(Migrate(0, 1, half, units) for half in Half))
 
 
 def test_ranks_that_are_no_stragglers_are_taken_for_equal() -> None:
     event = measured(3)
     off = replace(event, around_ns=(*event.around_ns[:2], 8_900, 8_700))
-    found = BesideTracker(WORK, 16).observe(off, Assignment(WORK), counts=(1,) * RANKS, fast=(1, 2, 3))
+    found = BesideTracker(SIXTEEN, 16).observe(off, Assignment(SIXTEEN), counts=(1,) * RANKS, fast=(1, 2, 3))
     for half in Half:
-        slow, *others = found.of(half, WORK)
+        slow, *others = found.of(half, SIXTEEN)
         assert slow == Extra(3 * BETWEEN_NS, 3 * AROUND_NS)
         assert others == [Extra(BETWEEN_NS, AROUND_NS)] * 3
-    assert found.even_ns(WORK)[0] == 2 * 3 * (OWN * BETWEEN_NS + AROUND_NS)
+    assert found.even_ns(SIXTEEN)[0] == 2 * 3 * (OWN * BETWEEN_NS + AROUND_NS)
 
 
 def test_few_units_do_not_tell_what_one_takes() -> None:
     """A kernel's start would seem to be the unit's; how slow a rank is around its products says more."""
-    tracker = BesideTracker(WORK, 16)
+    tracker = BesideTracker(SIXTEEN, 16)
     few = replace(measured(3, 15), attention_between_ns=(9_000, 3_100, 1_600, 1_600))
     found = tracker.observe(few, lends(15), counts=(1,) * RANKS, fast=(1, 2, 3))
-    assert found.of(Half.attention, WORK)[0].unit_ns == pytest.approx(3 * BETWEEN_NS)
+    assert found.of(Half.attention, SIXTEEN)[0].unit_ns == pytest.approx(3 * BETWEEN_NS)
 
 
 def test_only_measurements_since_a_change_count() -> None:
-    tracker = BesideTracker(WORK, 16)
-    even = Assignment(WORK)
+    tracker = BesideTracker(SIXTEEN, 16)
+    even = Assignment(SIXTEEN)
     tracker.observe(measured(1), even, counts=(1,) * RANKS, fast=(0, 1, 2, 3))
     found = tracker.observe(measured(4), even, counts=(1, 2, 2, 2), fast=(1, 2, 3))
-    assert found.of(Half.ffn, WORK)[0] == Extra(4 * BETWEEN_NS, 4 * AROUND_NS)
+    assert found.of(Half.ffn, SIXTEEN)[0] == Extra(4 * BETWEEN_NS, 4 * AROUND_NS)
     found = tracker.observe(measured(2), even, counts=(2, 3, 3, 3), fast=(1, 2, 3))
-    assert found.of(Half.ffn, WORK)[0] == Extra(3 * BETWEEN_NS, 3 * AROUND_NS)
+    assert found.of(Half.ffn, SIXTEEN)[0] == Extra(3 * BETWEEN_NS, 3 * AROUND_NS)
 
 
 def test_nothing_is_known_where_nothing_was_measured() -> None:
-    found = BesideTracker(WORK, 16).observe(
-        measured(3, beside=False), Assignment(WORK), counts=(1,) * RANKS, fast=(1, 2, 3)
+    found = BesideTracker(SIXTEEN, 16).observe(
+        measured(3, beside=False), Assignment(SIXTEEN), counts=(1,) * RANKS, fast=(1, 2, 3)
     )
-    assert found.of(Half.ffn, WORK) == (Extra(),) * RANKS
+    assert found.of(Half.ffn, SIXTEEN) == (Extra(),) * RANKS
 
 
 def test_a_rank_too_many_is_refused() -> None:
     event = replace(measured(3), around_ns=(1,) * (RANKS + 1))
     with pytest.raises(ValueError, match="must have 4 times of what ranks did beside products"):
-        BesideTracker(WORK, 16).observe(event, Assignment(WORK), counts=(1,) * RANKS, fast=(1, 2, 3))
+        BesideTracker(SIXTEEN, 16).observe(event, Assignment(SIXTEEN), counts=(1,) * RANKS, fast=(1, 2, 3))
 
 
 @pytest.mark.parametrize(("beside", "moved"), [(False, 11), (True, 14)])
@@ -102,7 +91,7 @@ def test_a_straggler_lends_for_its_norms_too(beside: bool, moved: int) -> None:
 
     Of products alone 4 x 5 = 20 units is what others then have at the most; with all 4 (2 + 4) < 21 + 4 < 4 (3 + 4).
     """
-    policy = build_balance(BalanceConf(name="migrate", period=1), WORK)
+    policy = build_balance(BalanceConf(name="migrate", period=1), SIXTEEN)
     answer = policy.decide(measured(4, beside=beside))
     assert answer is not None
     for half in Half:
@@ -112,12 +101,12 @@ def test_a_straggler_lends_for_its_norms_too(beside: bool, moved: int) -> None:
 @pytest.mark.parametrize(("beside", "ratio"), [(False, 0.5), (True, 0.6875)])
 def test_pruning_makes_up_for_what_it_does_not_shorten(beside: bool, ratio: float) -> None:
     """gamma = (T - T*) / M = (2 x 22,000 - 22,000) / (2 x 16,000), ns of a half."""
-    policy = build_balance(BalanceConf(name="resize", period=1), WORK)
+    policy = build_balance(BalanceConf(name="resize", period=1), SIXTEEN)
     assert policy.decide(measured(2, beside=beside)) == (Prune(0, ratio),)
 
 
 def test_a_prediction_has_all_of_a_blocks_work() -> None:
-    policy = build_balance(BalanceConf(name="migrate", period=1), WORK)
+    policy = build_balance(BalanceConf(name="migrate", period=1), SIXTEEN)
     policy.decide(measured(4))
     # 4 (16 + 4) units' time with nothing done, 21 + 4 of the slowest of ranks 1 to 3 then
     assert getattr(policy, "predicted_speedup") == pytest.approx(80 / 25)  # noqa: B009

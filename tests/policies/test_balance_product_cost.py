@@ -7,7 +7,6 @@ import pytest
 
 from twinbed.conf.schema import BalanceConf
 from twinbed.policies.balance import (
-    BlockWork,
     GroupMeasured,
     Half,
     Prune,
@@ -19,18 +18,8 @@ from twinbed.policies.balance.build import build_balance
 from twinbed.policies.balance.policy import ProductsTimed
 from twinbed.policies.balance.product_cost import ProductCost, fit_products
 
-RANKS, OWN = 4, 16
-WORK = BlockWork(
-    ranks=RANKS,
-    blocks=2,
-    tokens=8,
-    units=dict.fromkeys(Half, OWN),
-    unit_numel=dict.fromkeys(Half, 128),
-    unit_features=dict.fromkeys(Half, 1),
-    unit_flop=dict.fromkeys(Half, 2 * 8 * 128),
-    hidden=64,
-    element_bytes=4,
-)
+from .balance_group import OWN, RANKS, SIXTEEN
+
 FIXED = 16  # units in whose time products start
 UNIT_NS = 1_000
 
@@ -41,7 +30,7 @@ def took_ns(units: int, slow: float = 1.0) -> int:
 
 def timed(half: Half, slowness: Sequence[float], kept: Sequence[float] = ()) -> ProductsTimed:
     """Of ranks that take so many times as long; pruning gathers for a tenth of even work."""
-    sizes = sizes_of(WORK, half)
+    sizes = sizes_of(SIXTEEN, half)
     whole = tuple(tuple(took_ns(units, slow) for slow in slowness) for units in sizes)
     pruned = tuple(tuple(round((share + 0.1) * took_ns(OWN, slow)) for slow in slowness) for share in kept)
     return ProductsTimed(half, sizes, whole, tuple(kept), pruned)
@@ -49,7 +38,7 @@ def timed(half: Half, slowness: Sequence[float], kept: Sequence[float] = ()) -> 
 
 def test_the_line_is_found_whoever_is_slow() -> None:
     for slowness in ((1, 1, 1, 1), (4, 1, 2, 1)):
-        cost = fit_products(timed(Half.ffn, slowness), WORK)
+        cost = fit_products(timed(Half.ffn, slowness), SIXTEEN)
         assert (cost.slope, cost.fixed) == (pytest.approx(0.5), pytest.approx(8))
         for units in (1, 2, 5, 8, 16, 20, 24, 30):  # also beyond what was timed, and between
             assert cost.effort(units) == pytest.approx((units + FIXED) / 2, rel=1e-3)
@@ -59,7 +48,7 @@ def test_the_line_is_found_whoever_is_slow() -> None:
 def test_one_rank_whose_clock_is_off_is_outvoted() -> None:
     event = timed(Half.ffn, (1, 1, 1, 1))
     off = tuple((times[0] * (1 + i), *times[1:]) for i, times in enumerate(event.units_ns))
-    assert fit_products(replace(event, units_ns=off), WORK) == fit_products(event, WORK)
+    assert fit_products(replace(event, units_ns=off), SIXTEEN) == fit_products(event, SIXTEEN)
 
 
 def test_without_a_pretest_time_is_proportional() -> None:
@@ -71,7 +60,7 @@ def test_without_a_pretest_time_is_proportional() -> None:
 def test_more_units_take_no_less() -> None:
     event = timed(Half.ffn, (1, 1, 1, 1))
     falls = ((5,) * RANKS, (9,) * RANKS, (7,) * RANKS, *event.units_ns[3:])
-    cost = fit_products(replace(event, units_ns=falls), WORK)
+    cost = fit_products(replace(event, units_ns=falls), SIXTEEN)
     efforts = [cost.effort(units) for units in range(1, 40)]
     assert efforts == sorted(efforts)
     assert efforts[0] > 0
@@ -82,13 +71,13 @@ def test_the_smallest_kernels_have_a_floor() -> None:
     event = timed(Half.ffn, (1, 1, 1, 1))
     assert event.units[:2] == (1, 2)
     flat = (event.units_ns[1], *event.units_ns[1:])
-    cost = fit_products(replace(event, units_ns=flat), WORK)
+    cost = fit_products(replace(event, units_ns=flat), SIXTEEN)
     assert cost.effort(1) == cost.effort(2) < cost.effort(3)
     assert cost.effort(0) == 0
 
 
 def test_what_pruning_takes_is_on_top() -> None:
-    cost = fit_products(timed(Half.ffn, (1, 4, 1, 1), kept=(0.25, 0.5, 0.75)), WORK)
+    cost = fit_products(timed(Half.ffn, (1, 4, 1, 1), kept=(0.25, 0.5, 0.75)), SIXTEEN)
     for kept in (0.25, 0.4, 0.75, 0.9):
         assert cost.pruning(kept) == pytest.approx(0.1, abs=1e-3)
     assert cost.pruning(1.0) == 0
@@ -111,14 +100,14 @@ def test_a_log_has_it_as_it_was() -> None:
 )
 def test_times_that_do_not_fit_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="must have 4 times for each size, and 16 units"):
-        fit_products(replace(timed(Half.ffn, (1, 1, 1, 1)), **wrong), WORK)  # type: ignore[arg-type]
+        fit_products(replace(timed(Half.ffn, (1, 1, 1, 1)), **wrong), SIXTEEN)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["migrate", "semi"])
 def test_a_rank_is_not_slow_for_having_few_units(name: str) -> None:
     """Half of a rank's time at even work is its products' start."""
     policy = build_balance(
-        BalanceConf(name=name, period=1, accuracy_budget=0.0 if name == "semi" else None), WORK
+        BalanceConf(name=name, period=1, accuracy_budget=0.0 if name == "semi" else None), SIXTEEN
     )
     for half in Half:
         policy.decide(timed(half, (1, 1, 1, 1)))
